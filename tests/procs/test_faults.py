@@ -177,7 +177,8 @@ def test_a_fault_does_what_the_table_says(row: Row, tmp_path: Path, measured: No
     for text in re.findall("`([^`]+)`", row.seen):
         assert re.search(".*".join(map(re.escape, text.split(" … "))), outcome.error), outcome.error[-3000:]
     assert outcome.error.count("Traceback") == int("traceback" in row.seen), outcome.error[-3000:]
-    assert outcome.left == row.left
+    may_be_left = {"report"} if "twice" in row.fault else set()  # written where the second signal comes late
+    assert outcome.left - may_be_left == row.left
     if "run folder" in row.left:
         assert bool(outcome.stops) == (row.exit in (130, 143))
         ranks = [fault["rank"] for fault in outcome.faults]

@@ -1,4 +1,4 @@
-"""Faults of a run under mpirun: its supervisor, mpirun or a rank is killed, stopped or fails. docs/faults-mpi.md has them as a table."""
+"""Faults of a run under mpirun: its supervisor, mpirun or a rank is killed, stopped or fails. docs/faults.md has them as a table."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_a_file_in_the_place_of_the_run_folder(run: Tool, here: Path) -> None:
     (here / "runs").write_text("")
     code, out, err = run("train", "vae", "--steps", "1")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1] == "meshwright: cannot make a run folder in runs: File exists; choose another with --run-dir"
+    assert err.splitlines()[-1] == "meshwright: cannot make a run folder in runs: Not a directory; choose another with --run-dir"
 
 
 def test_a_file_in_the_place_of_the_run_folder_is_one_line(run: Tool, here: Path) -> None:

@@ -25,7 +25,7 @@ from meshwright.core.serialization import from_data, read_json, to_data, write_j
 
 WORDS = st.text(max_size=12)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-SIZES = st.integers(0, 2**63)
+SIZES = st.integers(0, 2**63 - 1)
 DEGREES = st.integers(1, 4)
 OVERLAPPED = st.sampled_from([(), ("inputs",), OVERLAPS])
 
@@ -242,7 +242,7 @@ def test_what_is_not_json_is_one_line_with_its_place(text: str, tmp_path: Path) 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no\.json: No such file"):
         read_json(tmp_path / "no.json")
-    with pytest.raises(RequestError, match="Is a directory"):
+    with pytest.raises(RequestError, match="is a folder"):
         read_json(tmp_path)
 
 
@@ -505,7 +505,7 @@ def test_shares_lie_end_to_end(shares: list[int], data: st.DataObject) -> None:
         (lambda: Plan("m", 8, Mesh(dp=2), 4, balance=BalancePolicy((5, 3))), "a share of 3 samples cannot make 4 micro-batches: set micro_batches=3"),
         (lambda: Plan("m", 8, Mesh(dp=2), memory=MemoryPolicy(2)), "zero=2 shards over the shard axis, and mesh dp=2 has none: use --mesh shard=2"),
         (lambda: Plan("m", 8, Mesh(shard=2)), "mesh shard=2 has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp=2"),
-        (lambda: Plan("m", 8, micro_batches=0), "micro_batches=0 must be at least 1"),
+        (lambda: Plan("m", 8, micro_batches=0), "micro_batches=0 must be from 1 to"),
         (lambda: Plan("m", 8, version=3), "plan version 3"),
     ],
 )

@@ -169,7 +169,7 @@ def test_half_the_memory_is_said_to_be_too_little_only_where_it_is() -> None:
     profile, flow, whole = trace_task(task, precision="bf16"), trace_dataflow(task, "bf16"), resolve_cluster("dgx-a100:2", {})
     workload, wishes = Workload(256, precision="bf16"), Constraints(flow=flow, offload="none")
     roomy = rank_plans(profile, whole, workload, datasheet_calibration(whole), wishes).best
-    where = with_memory(whole, lambda _: int(1.6 * max(roomy.estimate.memory_bytes)))
+    where = with_memory(whole, lambda _: int(1.45 * max(roomy.estimate.memory_bytes)))
     ranking = rank_plans(profile, where, workload, datasheet_calibration(where), wishes)
     half = with_memory(where, lambda size: size // 2)
     assert not rescore_best(ranking, half, ranking.calibration).estimate.fits

@@ -27,7 +27,7 @@ def check_plan(plan: Plan) -> None:
     if not 1 <= plan.version <= VERSION:
         raise RequestError(f"plan version {plan.version} is newer than this Meshwright, which reads up to version {VERSION}: upgrade it")
     if not 1 <= plan.micro_batches <= MAX_MICRO_BATCHES:
-        raise RequestError(f"plan: micro_batches={plan.micro_batches} must be 1..{MAX_MICRO_BATCHES:,}")
+        raise RequestError(f"plan: micro_batches={plan.micro_batches} must be from 1 to {MAX_MICRO_BATCHES:,}")
     if zero and mesh.shard == 1 and mesh.size > 1:
         raise RequestError(f"plan: zero={zero} shards over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
     if not zero and mesh.shard > 1:

@@ -98,7 +98,8 @@ def rank_plans(
     other = _rank_equal_split(offloading, ranking, cost_limit, coarse_points=ranking.coarse_points)
     scored = tuple(sorted((*ranking.scored, *other.scored), key=lambda s: _sort_key(s, workload, cluster)))
     notes = ranking.tuning_notes if scored[0] is ranking.best else other.tuning_notes
-    return replace(ranking, scored=scored, tuning_notes=notes, num_considered=ranking.num_considered + other.num_considered)
+    considered = ranking.num_considered + other.num_considered if ranking.num_considered else 0
+    return replace(ranking, scored=scored, tuning_notes=notes, num_considered=considered)
 
 
 def _rank_heterogeneous(problem: PlanningProblem, ranking: Ranking, previous: Ranking | None) -> Ranking:

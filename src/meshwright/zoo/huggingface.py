@@ -111,7 +111,7 @@ def _load_config(path: Path) -> Any:
         raise RequestError(f"hf:{path}: the configuration has no vocab_size, so it is not a language model")
     layers = getattr(config, "num_hidden_layers", 1)
     if not isinstance(layers, int) or not 1 <= layers <= _MAX_LAYERS:
-        raise RequestError(f"hf:{path}: the number of layers is {show_json(layers)}, and must be 1..{_MAX_LAYERS:,}")
+        raise RequestError(f"hf:{path}: the number of layers is {show_json(layers)}, and must be from 1 to {_MAX_LAYERS:,}")
     return config
 
 
