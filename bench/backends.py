@@ -138,7 +138,7 @@ def measure(folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    join_process_group(Rendezvous(rank, WORLD, f"file://{folder}/meeting"))
+    join_process_group(Rendezvous(rank, WORLD, f"file://{folder}/rendezvous"))
     mpi.register()
     over_mpi = dist.new_group(backend="mpi")
     rates = _rates(over_mpi)

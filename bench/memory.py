@@ -57,16 +57,16 @@ def main(
     """
     subjects = {name: subject(name) for name in TASKS}
     rows = json.loads(output.read_text())["plans"][:first] if first else []
-    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
+    fork_server = ForkServer(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
     try:
-        with WorkerPool(nursery, WORLD) as workers:
+        with WorkerPool(fork_server, WORLD) as workers:
             for name, plan in drawn(subjects, count, seed)[first:]:
                 rows.append(_row(workers, subjects[name], plan))
                 write_json(output, {"machine": machine(), "seed": seed, "plans": rows})
     except MeshwrightError as error:
         fail("memory", error)
     finally:
-        nursery.close()
+        fork_server.close()
     print(output.read_text()) if as_json else Console().print(show(rows))
     say(f"written to {output}")
 

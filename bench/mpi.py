@@ -120,7 +120,7 @@ def measure(folder: str, rounds: int, ops: str, sizes: str) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     mpi.register(120)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     groups = {"mpi": dist.new_group(backend="mpi")}
     with mock.patch.object(distributed_c10d, "ProcessGroupMPI", NoOpGroup):
         groups["torch"] = dist.new_group(backend="mpi")

@@ -122,7 +122,7 @@ def measure(folder: str, rounds: int, nodes: list[int]) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     mpi.register(300)
-    join_process_group(Rendezvous(rank, world, f"file://{folder}/meeting"))
+    join_process_group(Rendezvous(rank, world, f"file://{folder}/rendezvous"))
     mpi_group = dist.new_group(backend="mpi")
     names = applicable_algorithms(world, nodes, None)
     comms = comms_by_route("gloo", names, nodes) | comms_by_route("mpi", names, nodes, mpi_group)

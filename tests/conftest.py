@@ -44,7 +44,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery(ground: Path) -> Iterator[ForkServer]:
+def fork_server(ground: Path) -> Iterator[ForkServer]:
     """A warm process to fork from; tests' own modules are importable in its workers."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     with contextlib.chdir(ground):
@@ -56,13 +56,13 @@ def nursery(ground: Path) -> Iterator[ForkServer]:
 class Pool:
     """Workers that are made again after a call that failed."""
 
-    def __init__(self, nursery: ForkServer, size: int) -> None:
-        self.nursery, self.size = nursery, size
+    def __init__(self, fork_server: ForkServer, size: int) -> None:
+        self.fork_server, self.size = fork_server, size
         self.workers: WorkerPool | None = None
 
     def run(self, target: str, *, world: int, timeout_s: float = 120, **kwargs: Any) -> list[Any]:
         if self.workers is None:
-            self.workers = WorkerPool(self.nursery, self.size)
+            self.workers = WorkerPool(self.fork_server, self.size)
         try:
             return self.workers.call(target, kwargs, world=world, timeout_s=timeout_s)
         except RankFailure as failure:
@@ -78,16 +78,16 @@ class Pool:
 
 
 @pytest.fixture(scope="session")
-def pool(nursery: ForkServer) -> Iterator[Pool]:
-    made = Pool(nursery, 4)
+def pool(fork_server: ForkServer) -> Iterator[Pool]:
+    made = Pool(fork_server, 4)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
-def large_pool(nursery: ForkServer) -> Iterator[Pool]:
+def large_pool(fork_server: ForkServer) -> Iterator[Pool]:
     """Eight workers, for meshes of three axes."""
-    made = Pool(nursery, 8)
+    made = Pool(fork_server, 8)
     yield made
     made.close()
 
@@ -116,13 +116,13 @@ def measured() -> Callable[[], None]:
 
 @pytest.fixture
 def command(
-    nursery: ForkServer, ground: Path, measured: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fork_server: ForkServer, ground: Path, measured: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:  # fmt: skip
     """A command line in this process, with ranks from the warm one: what it prints, as a user's would, without the imports of two more processes."""
     from meshwright.cli.main import main
     from meshwright.orchestrate import Orchestrator
 
-    monkeypatch.setattr(Orchestrator, "fork_server", lambda *_, **__: nursery)
+    monkeypatch.setattr(Orchestrator, "fork_server", lambda *_, **__: fork_server)
 
     monkeypatch.chdir(ground)
 

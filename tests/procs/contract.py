@@ -181,10 +181,10 @@ def _objects(rank: int, world: int) -> bool:
     dist.broadcast_object_list(told, src=world - 1)
     gathered: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(rank, gathered, dst=0)
-    dealt: list[Any] = [None]
-    dist.scatter_object_list(dealt, [f"for {r}" for r in range(world)] if rank == 0 else None, src=0)
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, [f"for {r}" for r in range(world)] if rank == 0 else None, src=0)
     return [e["rank"] for e in every] == list(range(world)) and told == [("from", world - 1)] and gathered in (None, list(range(world))) and (
-        dealt == [f"for {rank}"]
+        scattered == [f"for {rank}"]
     )  # fmt: skip
 
 

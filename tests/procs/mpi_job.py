@@ -65,8 +65,8 @@ def _routed(rank: int, folder: str) -> dict[str, list[Any]]:
 
     def run(name: str, routes: tuple[Route, ...]) -> dict[str, Any]:
         plan = replace(PLANS[name], sync=SyncPolicy(bucket_bytes=50_000, first_bucket_bytes=5_000, routes=routes))
-        meeting = f"file://{folder}/{name.replace(' ', '-')}-{len(routes)}"
-        return train_curve(rank, 4, meeting, to_data(plan), {"zoo": "gpt-tiny"}, steps=3, clip=1.0)
+        init_method = f"file://{folder}/{name.replace(' ', '-')}-{len(routes)}"
+        return train_curve(rank, 4, init_method, to_data(plan), {"zoo": "gpt-tiny"}, steps=3, clip=1.0)
 
     return {name: [run(name, ()), run(name, ROUTES)] for name in PLANS}
 

@@ -30,8 +30,8 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 
 def main(rank: int, address: str, folder: str) -> None:
     torch.set_num_threads(1)
-    meetings = iter(f"tcp://{address}:{port}" for port in range(29600, 29700))
-    join_process_group(Rendezvous(rank, WORLD, next(meetings), timeout_s=60))
+    init_methods = iter(f"tcp://{address}:{port}" for port in range(29600, 29700))
+    join_process_group(Rendezvous(rank, WORLD, next(init_methods), timeout_s=60))
     everyone = TorchComm(dist.group.WORLD, Ledger())  # type: ignore[arg-type]
     levels = SyncPolicy(routes=(Route("all_reduce", "gloo", 0, "two-level"),), ranks_per_node=NODES, timeout_s=60)
     shares = {
@@ -41,7 +41,7 @@ def main(rank: int, address: str, folder: str) -> None:
     rates, points = _measured()
     leave_process_group()
     chosen = choose_routes(rates, ["gloo"], ["all_reduce"], NODES)
-    runs = [_train(rank, next(meetings), sync) for sync in (SyncPolicy(), SyncPolicy(routes=chosen, ranks_per_node=NODES))]
+    runs = [_train(rank, next(init_methods), sync) for sync in (SyncPolicy(), SyncPolicy(routes=chosen, ranks_per_node=NODES))]
     found = {"shares": shares, "points": points, "routes": [asdict(r) for r in chosen], "runs": runs}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
 
@@ -55,11 +55,11 @@ def _measured() -> tuple[Rates, list[Any]]:
     return Rates(WORLD, 1, {}, (), 0.0, fit_by_operation(points), curves=timing_curves(points)), [asdict(p) for p in points]
 
 
-def _train(rank: int, meeting: str, sync: SyncPolicy) -> dict[str, Any]:
+def _train(rank: int, init_method: str, sync: SyncPolicy) -> dict[str, Any]:
     from tests.procs.jobs import train_curve
 
     plan = Plan("gpt-tiny", 8, Mesh(dp=WORLD), memory=MemoryPolicy(precision="fp64"), sync=sync)
-    return train_curve(rank, WORLD, meeting, to_data(plan), {"zoo": "gpt-tiny"}, steps=3, clip=1.0)
+    return train_curve(rank, WORLD, init_method, to_data(plan), {"zoo": "gpt-tiny"}, steps=3, clip=1.0)
 
 
 if __name__ == "__main__":

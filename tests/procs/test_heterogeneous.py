@@ -47,8 +47,8 @@ def test_stages_of_any_size_and_replicas_of_other_batches(pool: Any, zero: int) 
     model = model_of("GPT2" if zero else "gpt-tiny")
     mesh = replace(Mesh(pp=2, shard=2) if zero else Mesh(pp=2, dp=2), order=("shard" if zero else "dp", "pp"))
     plan, profile = spread(model, mesh, 8, zero=zero, micro=2)
-    doors = find_stage_boundaries(traced(model)[1], profile)
-    uneven = build_stages(doors, doors.cut_positions[-1:])
+    boundaries = find_stage_boundaries(traced(model)[1], profile)
+    uneven = build_stages(boundaries, boundaries.cut_positions[-1:])
     assert uneven != plan.stages
     balance = BalancePolicy((2, 6), (0.3, 0.7) if zero else ())
     check(pool, model, replace(plan, stages=uneven, balance=balance), profile, steps=2)
@@ -71,9 +71,9 @@ def throttled() -> Iterator[Path]:
     group.rmdir()
 
 
-def test_a_throttled_rank_is_slower_in_every_turn(nursery: ForkServer, throttled: Path) -> None:
+def test_a_throttled_rank_is_slower_in_every_turn(fork_server: ForkServer, throttled: Path) -> None:
     """So little of a core that no other process leaves less to the rank beside it."""
     like = Rates(2, 1, {"matmul/fp32": ((1.0, 1e10),)}, ((1.0, 1e10),), 1e-6)
-    with WorkerPool(nursery, 2) as workers:
+    with WorkerPool(fork_server, 2) as workers:
         speeds = workers.call("procs.behaviours:speeds_in_turns", {"who": 1, "control_group": str(throttled)}, timeout_s=250)
     assert [r.members for r in rates_by_speed_group([like, like], speeds)] == [(), (0,), (1,)], speeds

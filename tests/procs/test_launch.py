@@ -31,8 +31,8 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
     return False
 
 
-def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: ForkServer) -> None:
-    with WorkerPool(nursery, 3) as workers, pytest.raises(RankFailure) as caught:
+def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(fork_server: ForkServer) -> None:
+    with WorkerPool(fork_server, 3) as workers, pytest.raises(RankFailure) as caught:
         workers.call("procs.behaviours:fail_on", {"who": 2}, timeout_s=120)
     assert caught.value.fault.rank == 2
     assert "planted" in caught.value.fault.message
@@ -40,8 +40,8 @@ def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: ForkSe
     assert all(gone(pid) for pid in workers.pids)
 
 
-def test_a_killed_rank_is_a_fault_and_takes_the_others_along(nursery: ForkServer) -> None:
-    with WorkerPool(nursery, 2) as workers, pytest.raises(RankFailure) as caught:
+def test_a_killed_rank_is_a_fault_and_takes_the_others_along(fork_server: ForkServer) -> None:
+    with WorkerPool(fork_server, 2) as workers, pytest.raises(RankFailure) as caught:
         workers.call("procs.behaviours:die_on", {"who": 1}, timeout_s=120)
     assert caught.value.fault.rank == 1
     assert "SIGKILL" in caught.value.fault.kind
@@ -49,8 +49,8 @@ def test_a_killed_rank_is_a_fault_and_takes_the_others_along(nursery: ForkServer
 
 
 @pytest.mark.parametrize(("how", "kind"), [("SIGSTOP", "stopped"), ("sleep", "Timeout")])
-def test_the_rank_that_others_waited_for_is_named(how: str, kind: str, nursery: ForkServer) -> None:
-    with WorkerPool(nursery, 3) as workers, pytest.raises(RankFailure) as caught:
+def test_the_rank_that_others_waited_for_is_named(how: str, kind: str, fork_server: ForkServer) -> None:
+    with WorkerPool(fork_server, 3) as workers, pytest.raises(RankFailure) as caught:
         workers.call("procs.behaviours:stop_on", {"who": 1, "how": how}, timeout_s=120)
     assert (caught.value.fault.rank, caught.value.fault.kind) == (1, kind)
     assert "waited for it" in caught.value.fault.message
@@ -72,22 +72,22 @@ def test_a_fork_server_that_dies_is_one_line(ground: Path) -> None:
     assert not server.folder.exists()
 
 
-def test_a_rank_that_hangs_is_a_timeout(nursery: ForkServer) -> None:
-    with WorkerPool(nursery, 2) as workers:
+def test_a_rank_that_hangs_is_a_timeout(fork_server: ForkServer) -> None:
+    with WorkerPool(fork_server, 2) as workers:
         workers.call("procs.behaviours:whoami", {})  # both have started: from here on, a rank that does not hang answers at once
         with pytest.raises(RankFailure, match=r"no answer from ranks \[1\]"):
             workers.call("procs.behaviours:hang_on", {"who": 1}, timeout_s=5)
     assert all(gone(pid) for pid in workers.pids)
 
 
-def test_a_rank_that_swallows_sigterm_is_killed(nursery: ForkServer) -> None:
-    with WorkerPool(nursery, 1) as workers, pytest.raises(RankFailure):
+def test_a_rank_that_swallows_sigterm_is_killed(fork_server: ForkServer) -> None:
+    with WorkerPool(fork_server, 1) as workers, pytest.raises(RankFailure):
         workers.call("procs.behaviours:ignore_everything", {}, timeout_s=1)
     assert all(gone(pid) for pid in workers.pids)
 
 
-def test_a_request_error_in_a_rank_stays_one_line(nursery: ForkServer) -> None:
-    with WorkerPool(nursery, 1) as workers, pytest.raises(RankFailure) as caught:
+def test_a_request_error_in_a_rank_stays_one_line(fork_server: ForkServer) -> None:
+    with WorkerPool(fork_server, 1) as workers, pytest.raises(RankFailure) as caught:
         workers.call("procs.behaviours:refuse", {}, timeout_s=120)
     assert caught.value.exit_code == 2
     assert caught.value.fault.traceback == ""
@@ -107,9 +107,9 @@ def test_workers_die_with_their_supervisor(how: signal.Signals, tmp_path: Path) 
     script.write_text(
         "import os, sys\n"
         "from meshwright.launch import ForkServer, WorkerPool\n"
-        "nursery = ForkServer(1, os.environ)\n"
-        "workers = WorkerPool(nursery, 2)\n"
-        "print(nursery._process.pid, *workers.pids, flush=True)\n"
+        "fork_server = ForkServer(1, os.environ)\n"
+        "workers = WorkerPool(fork_server, 2)\n"
+        "print(fork_server._process.pid, *workers.pids, flush=True)\n"
         "workers.call('procs.behaviours:hang_on', {'who': 0})\n"
     )
     env = {**os.environ, "PYTHONPATH": str(HERE.parent)}

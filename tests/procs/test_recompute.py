@@ -31,7 +31,7 @@ def test_selective(pool: Any, model: dict[str, Any], mesh: Mesh, zero: int, micr
 
 
 def test_each_layer_in_its_own_way(pool: Any) -> None:
-    """A meeting is repeated in the layer that keeps nothing, and in no other."""
+    """A collective is repeated in the layer that saves nothing, and in no other."""
     plan, profile = spread(DROPOUT, Mesh(tp=(2,)), 4)
     memory = replace(plan.memory, recompute="selective", layers={"blocks.0": "full"})
     check(pool, DROPOUT, replace(plan, memory=memory), profile)

@@ -81,7 +81,7 @@ def test_three_dimensions(large_pool: Any, mesh: Mesh) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("mesh", [Mesh(tp=(2,)), Mesh(pp=2)], ids=str)
 def test_compiled_blocks(pool: Any, mesh: Mesh) -> None:
-    """Graphs are made for the parts between meetings; compiling takes its time."""
+    """Graphs are made for the parts between collectives; compiling takes its time."""
     model = model_of("llama-tiny")
     plan, profile = spread(model, mesh, 4, micro=2)
     check(pool, model, replace(plan, compile="blocks"), profile)

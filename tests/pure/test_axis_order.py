@@ -125,26 +125,26 @@ def test_heavy_traffic_belongs_inside_nodes() -> None:
     assert found["activations", "dp,pp"] < found["activations", ""]
 
 
-def ranked(batch: int, wishes: Constraints) -> Ranking:
+def ranked(batch: int, constraints: Constraints) -> Ranking:
     profile, flow = traced(model_of("gpt-tiny"))
-    return rank_plans(profile, nodes(2, 2), Workload(batch), machine(1e10), replace(wishes, flow=flow))
+    return rank_plans(profile, nodes(2, 2), Workload(batch), machine(1e10), replace(constraints, flow=flow))
 
 
 @pytest.mark.parametrize("exhaustive", [8, 0], ids=["every plan", "best first"])
 def test_the_search_chooses_another_order_where_the_usual_one_is_bad(exhaustive: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline is asked for; with many samples its activations outweigh its gradients, and the usual order sends them over the network."""
     monkeypatch.setattr(search, "MAX_EXHAUSTIVE_DEVICES", exhaustive)
-    wishes = Constraints(schedule="1f1b", zero=0, world=4, micro_batches=4, recompute="none")
-    found = ranked(512, wishes)
+    constraints = Constraints(schedule="1f1b", zero=0, world=4, micro_batches=4, recompute="none")
+    found = ranked(512, constraints)
     best = found.best
-    usual = ranked(512, replace(wishes, mesh=replace(best.plan.mesh, order=()), order=AXES))
+    usual = ranked(512, replace(constraints, mesh=replace(best.plan.mesh, order=()), order=AXES))
     assert best.plan.mesh.nondefault_order and best.estimate.step_s < usual.best.estimate.step_s, best.plan.summary()
 
 
 def test_so_it_does_among_many_devices() -> None:
     profile, flow = traced(model_of("gpt-tiny"))
-    wishes = Constraints(schedule="1f1b", zero=0, world=1024, micro_batches=4, recompute="none", flow=flow)
-    best = rank_plans(profile, nodes(512, 2), Workload(2**17), machine(1e10), wishes).best.plan
+    constraints = Constraints(schedule="1f1b", zero=0, world=1024, micro_batches=4, recompute="none", flow=flow)
+    best = rank_plans(profile, nodes(512, 2), Workload(2**17), machine(1e10), constraints).best.plan
     assert best.mesh == Mesh(pp=2, dp=512, order=("dp", "pp")), best.summary()
 
 

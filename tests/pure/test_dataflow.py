@@ -64,8 +64,8 @@ def test_sizes_without_common_factors_are_not_tied() -> None:
 
 def test_pieces_cover_a_strand_whatever_its_size() -> None:
     for size, ways in ((9, 2), (8, 4), (7, 3), (3, 3)):
-        strand = ShardedDim("s", size, ())
-        pieces = [strand.shard_range(r, ways) for r in range(ways)]
+        dim = ShardedDim("s", size, ())
+        pieces = [dim.shard_range(r, ways) for r in range(ways)]
         assert [first for first, _ in pieces] == [sum(n for _, n in pieces[:r]) for r in range(ways)]
         assert sum(n for _, n in pieces) == size and min(n for _, n in pieces) >= 1
 

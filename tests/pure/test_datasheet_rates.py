@@ -139,8 +139,8 @@ def published(batch: int, devices: int) -> Callable[..., BestFirstSearch]:
     """A search on data sheets."""
     task = gpt(4)
     profile, flow, where = trace_task(task, precision="bf16"), trace_dataflow(task, "bf16"), resolve_cluster(f"dgx-a100:{devices // 8}", {})
-    known, workload, wishes = datasheet_calibration(where), Workload(batch, precision="bf16"), Constraints(flow=flow)
-    return partial(BestFirstSearch, PlanningProblem(profile, where, workload, known, wishes))
+    known, workload, constraints = datasheet_calibration(where), Workload(batch, precision="bf16"), Constraints(flow=flow)
+    return partial(BestFirstSearch, PlanningProblem(profile, where, workload, known, constraints))
 
 
 def test_a_search_for_less_than_anything_costs_finds_nothing_and_prices_nothing() -> None:
@@ -153,8 +153,8 @@ def test_a_search_for_less_than_anything_costs_finds_nothing_and_prices_nothing(
 def test_sending_takes_nothing_from_a_gpu_and_something_from_a_cpu() -> None:
     task = gpt(4)
     profile, flow, where = trace_task(task), trace_dataflow(task), cluster(2)
-    wishes = Constraints(mesh=Mesh(pp=2), micro_batches=4, recompute="none", schedule="1f1b", flow=flow)
-    chosen = next(candidates(profile, where, Workload(8), wishes))
+    constraints = Constraints(mesh=Mesh(pp=2), micro_batches=4, recompute="none", schedule="1f1b", flow=flow)
+    chosen = next(candidates(profile, where, Workload(8), constraints))
     known = calibration(2, network=1e8)
     times = {}
     for queued in (True, False):
@@ -167,13 +167,13 @@ def test_half_the_memory_is_said_to_be_too_little_only_where_it_is() -> None:
     """Plans near the best one of a large cluster need not fit; slower ones may."""
     task = gpt(8, 1024, 2048)
     profile, flow, whole = trace_task(task, precision="bf16"), trace_dataflow(task, "bf16"), resolve_cluster("dgx-a100:2", {})
-    workload, wishes = Workload(256, precision="bf16"), Constraints(flow=flow, offload="none")
-    roomy = rank_plans(profile, whole, workload, datasheet_calibration(whole), wishes).best
+    workload, constraints = Workload(256, precision="bf16"), Constraints(flow=flow, offload="none")
+    roomy = rank_plans(profile, whole, workload, datasheet_calibration(whole), constraints).best
     where = with_memory(whole, lambda _: int(1.45 * max(roomy.estimate.memory_bytes)))
-    ranking = rank_plans(profile, where, workload, datasheet_calibration(where), wishes)
+    ranking = rank_plans(profile, where, workload, datasheet_calibration(where), constraints)
     half = with_memory(where, lambda size: size // 2)
     assert not rescore_best(ranking, half, ranking.calibration).estimate.fits
-    assert rank_plans(profile, half, workload, datasheet_calibration(half), wishes).best.estimate.fits
+    assert rank_plans(profile, half, workload, datasheet_calibration(half), constraints).best.estimate.fits
     said = explain(replace(ranking, search_s=0.0))
     assert "half the memory" in said and "half the memory → nothing fits" not in said
     assert "Not tried, for lack of time: half the memory" in explain(replace(ranking, search_s=60.0))

@@ -117,14 +117,14 @@ def test_an_address_that_is_given_is_used(launcher: str) -> None:
     ("launcher", "rank", "job"), [("mpirun", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"), ("srun", "SLURM_PROCID", "SLURM_JOB_ID")]
 )
 def test_without_one_all_ranks_of_a_job_find_the_same_and_other_jobs_another(launcher: str, rank: str, job: str) -> None:
-    def meeting(**changes: str) -> str:
+    def init_method(**changes: str) -> str:
         place = detect_launched_rank({**ALL[launcher], **changes})
         assert place is not None
         return place.init_method
 
-    first = meeting(**{rank: "0"})
-    assert first == meeting(**{rank: "5"})
-    assert first != meeting(**{job: "another-job"})
+    first = init_method(**{rank: "0"})
+    assert first == init_method(**{rank: "5"})
+    assert first != init_method(**{job: "another-job"})
     port = re.fullmatch(r"tcp://127\.0\.0\.1:(\d+)", first)
     assert port is not None
     assert 1024 < int(port[1]) < 65536

@@ -26,8 +26,8 @@ FLAT = blocks(16, ((1024, 1024),), flops=1e9, saved=1e5)  # 67 MB of parameters:
 WIDE = blocks(4, ((64, 64),), flops=1e9, saved=1e7)  # little to hold, much to keep of a sample
 
 
-def rank(profile: ModelProfile, machine: Cluster, batch: int, wishes: Constraints = Constraints()) -> Ranking:  # noqa: B008 - frozen
-    return rank_plans(profile, machine, Workload(batch), calibration(len(machine.devices)), wishes)
+def rank(profile: ModelProfile, machine: Cluster, batch: int, constraints: Constraints = Constraints()) -> Ranking:  # noqa: B008 - frozen
+    return rank_plans(profile, machine, Workload(batch), calibration(len(machine.devices)), constraints)
 
 
 def least(found: Ranking) -> LeastMemorySearch:
@@ -67,13 +67,13 @@ def test_the_memory_that_is_named_is_enough_and_a_step_less_is_not() -> None:
 @pytest.mark.parametrize("batch", [7, 30])
 def test_fewer_samples_are_proposed_where_they_cannot_be_cut_further(batch: int) -> None:
     """Odd numbers of samples go in one piece: an even one may be cut."""
-    wishes = Constraints(micro_batches=1, recompute="selective")
-    found = rank(WIDE, cluster(1, 2.5e7), batch, wishes)
+    constraints = Constraints(micro_batches=1, recompute="selective")
+    found = rank(WIDE, cluster(1, 2.5e7), batch, constraints)
     assert not found.best.estimate.fits
     most = largest_fitting_batch(found)
     assert most is not None
-    assert rank(WIDE, found.cluster, most, wishes).best.estimate.fits
-    assert not rank(WIDE, found.cluster, most + 1, wishes).best.estimate.fits
+    assert rank(WIDE, found.cluster, most, constraints).best.estimate.fits
+    assert not rank(WIDE, found.cluster, most + 1, constraints).best.estimate.fits
 
 
 def test_a_wish_that_stands_in_the_way_is_named_first() -> None:
@@ -135,9 +135,9 @@ MODELS = {"positions": (long_samples, 1, "cp"), "experts": (lambda: traced({"own
 def test_no_plan_that_a_search_prices_needs_less_than_the_least(name: str, devices: int) -> None:
     made, batch, _ = MODELS[name]
     profile, flow = made()
-    machine, known, wishes = cluster(devices, 1e12), calibration(devices), Constraints(flow=flow, compile="none", offload="none")
-    every = rank_plans(profile, machine, Workload(batch, objective="memory"), known, wishes).scored
-    found = LeastMemorySearch(profile, Workload(batch), known, wishes).smallest_plan(machine)
+    machine, known, constraints = cluster(devices, 1e12), calibration(devices), Constraints(flow=flow, compile="none", offload="none")
+    every = rank_plans(profile, machine, Workload(batch, objective="memory"), known, constraints).scored
+    found = LeastMemorySearch(profile, Workload(batch), known, constraints).smallest_plan(machine)
     assert found is not None
     assert max(found.estimate.memory_bytes) == min(max(s.estimate.memory_bytes) for s in every)
 
@@ -146,13 +146,13 @@ def test_no_plan_that_a_search_prices_needs_less_than_the_least(name: str, devic
 def test_what_only_shared_positions_or_owners_make_possible_is_proposed_and_holds(name: str, devices: int) -> None:
     made, batch, axis = MODELS[name]
     profile, flow = made()
-    wishes, workload = Constraints(flow=flow, compile="none", offload="none"), Workload(batch)
-    best = LeastMemorySearch(profile, workload, calibration(devices), wishes).smallest_plan(cluster(devices, 1e12))
+    constraints, workload = Constraints(flow=flow, compile="none", offload="none"), Workload(batch)
+    best = LeastMemorySearch(profile, workload, calibration(devices), constraints).smallest_plan(cluster(devices, 1e12))
     assert best is not None and best.plan.mesh.degree(axis) == devices
     here = replace(cluster(1, max(best.estimate.memory_bytes) / HEADROOM * 1.02), name="here")
-    found = rank_plans(profile, here, workload, calibration(devices), wishes)
+    found = rank_plans(profile, here, workload, calibration(devices), constraints)
     assert f"{devices} such devices" in explain(found)
     enough, fewer = (
-        rank_plans(profile, resize_cluster(here, count), workload, calibration(devices), wishes).best for count in (devices, devices - 1)
+        rank_plans(profile, resize_cluster(here, count), workload, calibration(devices), constraints).best for count in (devices, devices - 1)
     )
     assert enough.estimate.fits and enough.plan.mesh.degree(axis) > 1 and not fewer.estimate.fits

@@ -28,10 +28,10 @@ from meshwright.plan.partition import choose_units
 
 def rank(
     profile: ModelProfile, devices: int = 4, *, batch: int = 64, memory: float = 80e9, kind: str = "cuda", objective: str = "time",
-    wishes: Constraints = Constraints(), **speeds: float,  # noqa: B008 - frozen
+    constraints: Constraints = Constraints(), **speeds: float,  # noqa: B008 - frozen
 ) -> Ranking:  # fmt: skip
     workload = Workload(batch, objective=objective)  # type: ignore[arg-type]
-    return rank_plans(profile, cluster(devices, memory, kind=kind), workload, calibration(devices, **speeds), wishes)
+    return rank_plans(profile, cluster(devices, memory, kind=kind), workload, calibration(devices, **speeds), constraints)
 
 
 def numbers(text: str, after: str) -> list[int]:
@@ -133,7 +133,7 @@ def test_planning_takes_no_longer_for_more_micro_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "get"),
+    ("constraints", "get"),
     [
         (Constraints(world=2), lambda p: p.world == 2),
         (Constraints(world=3), lambda p: p.world == 3),
@@ -152,8 +152,8 @@ def test_planning_takes_no_longer_for_more_micro_batches() -> None:
         (Constraints(timeout_s=7.0), lambda p: p.sync.timeout_s == 7.0),
     ],
 )
-def test_a_wish_holds_in_every_plan(wishes: Constraints, get: Any) -> None:
-    found = rank(blocks(3), 4, batch=72, wishes=wishes)
+def test_a_wish_holds_in_every_plan(constraints: Constraints, get: Any) -> None:
+    found = rank(blocks(3), 4, batch=72, constraints=constraints)
     assert found.scored
     assert all(get(s.plan) for s in found.scored)
 
@@ -161,43 +161,43 @@ def test_a_wish_holds_in_every_plan(wishes: Constraints, get: Any) -> None:
 @given(batch=st.integers(1, 300), world=st.integers(1, 6), micro=st.integers(1, 6))
 @settings(max_examples=60)
 def test_a_batch_that_cannot_be_cut_as_wished_names_one_that_can(batch: int, world: int, micro: int) -> None:
-    wishes = Constraints(world=world, micro_batches=micro, zero=0, recompute="none")
+    constraints = Constraints(world=world, micro_batches=micro, zero=0, recompute="none")
     if batch % (world * micro) == 0:
-        assert rank(blocks(1), 6, batch=batch, wishes=wishes).scored
+        assert rank(blocks(1), 6, batch=batch, constraints=constraints).scored
         return
     with pytest.raises(RequestError, match="--global-batch") as error:
-        rank(blocks(1), 6, batch=batch, wishes=wishes)
+        rank(blocks(1), 6, batch=batch, constraints=constraints)
     for other in numbers(str(error.value), "change --global-batch to "):
-        assert rank(blocks(1), 6, batch=other, wishes=wishes).scored
+        assert rank(blocks(1), 6, batch=other, constraints=constraints).scored
 
 
 def test_a_mesh_larger_than_the_cluster_says_how_many_there_are() -> None:
     with pytest.raises(RequestError, match=r"mesh dp=8 needs 8 devices, this cluster has 4: use --nproc 4 or less"):
-        rank(blocks(1), 4, wishes=Constraints(mesh=Mesh(dp=8)))
-    assert rank(blocks(1), 4, wishes=Constraints(world=4)).scored
+        rank(blocks(1), 4, constraints=Constraints(mesh=Mesh(dp=8)))
+    assert rank(blocks(1), 4, constraints=Constraints(world=4)).scored
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [(Mesh(dp=2), 2), (Mesh(dp=4), 3), (Mesh(shard=4), 0)])
 def test_a_stage_that_does_not_go_with_the_mesh_names_a_mesh_that_does(mesh: Mesh, zero: int) -> None:
     with pytest.raises(RequestError, match="--mesh") as error:
-        rank(blocks(1), 4, wishes=Constraints(mesh=mesh, zero=zero))
+        rank(blocks(1), 4, constraints=Constraints(mesh=mesh, zero=zero))
     proposed = Mesh.parse(str(error.value).rpartition("--mesh ")[2])
     assert proposed.size == mesh.size
-    assert rank(blocks(1), 4, wishes=Constraints(mesh=proposed, zero=zero)).scored
+    assert rank(blocks(1), 4, constraints=Constraints(mesh=proposed, zero=zero)).scored
 
 
 def test_owners_need_to_know_the_model() -> None:
     with pytest.raises(RequestError, match="loss_fn"):
-        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(ep=2)))
+        rank(blocks(2), 4, constraints=Constraints(mesh=Mesh(ep=2)))
     with pytest.raises(RequestError, match="neither experts nor embedding tables"):
-        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(ep=2), flow=Dataflow(2, (), (), (), (), ())))
+        rank(blocks(2), 4, constraints=Constraints(mesh=Mesh(ep=2), flow=Dataflow(2, (), (), (), (), ())))
 
 
 def test_tensor_parallelism_needs_to_know_the_model() -> None:
     with pytest.raises(RequestError, match="loss_fn"):
-        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,))))
+        rank(blocks(2), 4, constraints=Constraints(mesh=Mesh(tp=(2,))))
     with pytest.raises(RequestError, match="nothing in this model can be sharded"):
-        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,)), flow=Dataflow(2, (), (), (), (), ())))
+        rank(blocks(2), 4, constraints=Constraints(mesh=Mesh(tp=(2,)), flow=Dataflow(2, (), (), (), (), ())))
 
 
 # Explaining
@@ -262,9 +262,9 @@ def test_rates_from_data_sheets_are_said_to_be() -> None:
 # Nothing fits
 
 
-def too_big(devices: int = 2, batch: int = 8, memory: float = 3e7, wishes: Constraints | None = None) -> tuple[Ranking, str]:
+def too_big(devices: int = 2, batch: int = 8, memory: float = 3e7, constraints: Constraints | None = None) -> tuple[Ranking, str]:
     profile = blocks(16, ((1024, 1024),), flops=1e9, saved=1e5)
-    found = rank(profile, devices, batch=batch, memory=memory, wishes=wishes or Constraints())
+    found = rank(profile, devices, batch=batch, memory=memory, constraints=constraints or Constraints())
     assert not found.best.estimate.fits
     return found, explain(found)
 
@@ -280,7 +280,7 @@ def test_nothing_fits_says_what_is_needed_and_what_there_is() -> None:
 
 def test_recomputation_is_proposed_to_those_who_forbade_it() -> None:
     assert "--set recompute=" not in too_big()[1]
-    assert "--set recompute=" in explain(rank(blocks(4, saved=1e7), 1, batch=1, memory=8e6, wishes=Constraints(recompute="none")))
+    assert "--set recompute=" in explain(rank(blocks(4, saved=1e7), 1, batch=1, memory=8e6, constraints=Constraints(recompute="none")))
 
 
 # Plans as files

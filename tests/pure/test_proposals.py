@@ -25,9 +25,9 @@ from meshwright.plan.search_space import PartitionCache
 SLOW: dict[str, float] = {"network": 1e12, "alpha": 1e-7, "flops": 1e9, "memory": 1e9}  # devices that take long to compute, so that more of them help
 
 
-def ranked(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, wishes: Constraints | None = None, **speeds: float) -> Ranking:
+def ranked(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, constraints: Constraints | None = None, **speeds: float) -> Ranking:
     profile, flow = traced(model)
-    wanted = replace(wishes or Constraints(), flow=flow)
+    wanted = replace(constraints or Constraints(), flow=flow)
     found = rank_plans(profile, cluster(devices, memory, kind="cpu"), Workload(batch), calibration(devices, **{**SLOW, **speeds}), wanted)
     for scored in found.scored:
         assert from_data(Plan, to_data(scored.plan), "plan") == scored.plan  # what is proposed is legal, and a file can hold it
@@ -73,16 +73,16 @@ def test_samples_enough_need_no_sharing(path: str, name: str) -> None:
 
 def test_a_sample_that_does_not_fit_shares_its_positions() -> None:
     """Enough samples for all, each of them too long for a device."""
-    model, wishes = model_of("gpt-tiny"), Constraints(recompute="none", sequence=False)
-    held = max(ranked(model, 4, 4, wishes=wishes).best.estimate.memory_bytes)
-    plenty, tight = (shapes(model, 4, 4, memory, wishes) for memory in (80e9, 0.4 * held / step_cost.HEADROOM))
+    model, constraints = model_of("gpt-tiny"), Constraints(recompute="none", sequence=False)
+    held = max(ranked(model, 4, 4, constraints=constraints).best.estimate.memory_bytes)
+    plenty, tight = (shapes(model, 4, 4, memory, constraints) for memory in (80e9, 0.4 * held / step_cost.HEADROOM))
     assert not any(mesh.cp > 1 for mesh in plenty) and any(mesh.cp > 1 for mesh in tight)
 
 
 def test_sharing_is_not_for_those_who_ask_for_something_else() -> None:
     model = model_of("gpt-tiny")
-    assert axes_of(ranked(model, 4, 1, wishes=Constraints(sequence=True))) == set()
-    asked = ranked(model, 4, 4, wishes=Constraints(mesh=Mesh(dp=4)))
+    assert axes_of(ranked(model, 4, 1, constraints=Constraints(sequence=True))) == set()
+    asked = ranked(model, 4, 4, constraints=Constraints(mesh=Mesh(dp=4)))
     assert {s.plan.mesh for s in asked.scored} == {Mesh(dp=4)}
 
 
@@ -92,9 +92,9 @@ def test_sharing_is_not_for_those_who_ask_for_something_else() -> None:
 def test_experts_that_do_not_fit_get_owners(path: str) -> None:
     """Experts outweigh the rest: half of them a device fits, all of them do not, and tensor parallelism, ZeRO and stages are asked to stay out."""
     model = model_of("Mixtral", num_local_experts=32)
-    wishes = Constraints(zero=0, recompute="none", micro_batches=1)
-    whole = ranked(model, 4, 8, wishes=replace(wishes, mesh=Mesh(dp=4))).best
-    tight = ranked(model, 4, 8, 0.6 * max(whole.estimate.memory_bytes), wishes, network=1e10)
+    constraints = Constraints(zero=0, recompute="none", micro_batches=1)
+    whole = ranked(model, 4, 8, constraints=replace(constraints, mesh=Mesh(dp=4))).best
+    tight = ranked(model, 4, 8, 0.6 * max(whole.estimate.memory_bytes), constraints, network=1e10)
     assert tight.best.estimate.fits and tight.best.plan.mesh.ep > 1, tight.best.plan.summary()
     assert max(tight.best.estimate.memory_bytes) < 0.6 * max(whole.estimate.memory_bytes)
 
@@ -115,14 +115,16 @@ def test_without_anything_to_own_no_owner_is_weighed(path: str) -> None:
 def shapes(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, wanted: Constraints | None = None, **speeds: float) -> list[Mesh]:
     profile, flow = traced(model)
     where, workload, machine = cluster(devices, memory, kind="cpu"), Workload(batch), calibration(devices, **{**SLOW, **speeds})
-    wishes = replace(wanted or Constraints(), flow=flow)
-    cutter = PartitionCache(profile, workload, wishes)
-    return MeshProposer(where, workload, wishes, cutter, LowerBounds(PlanningProblem(profile, where, workload, machine, wishes))).meshes(devices)
+    constraints = replace(wanted or Constraints(), flow=flow)
+    cutter = PartitionCache(profile, workload, constraints)
+    return MeshProposer(where, workload, constraints, cutter, LowerBounds(PlanningProblem(profile, where, workload, machine, constraints))).meshes(
+        devices
+    )
 
 
 @pytest.mark.parametrize("devices", [16, 1024])
 def test_slow_links_make_grids_worth_weighing(devices: int) -> None:
-    """A grid's meetings are among fewer ranks, and of pieces: with many ranks that is less to send."""
+    """A grid's collectives have fewer ranks, and shards: with many ranks that is less to send."""
     model = {"sizes": [64, 256, 64, 256, 64, 256, 64], "activation": "relu", "norm": False, "masked": False}
     quick, slow = (shapes(model, devices, 4 * devices, network=network, alpha=1e-9) for network in (1e15, 1e6))
     assert not any(len(mesh.tp) > 1 for mesh in quick)
@@ -133,11 +135,14 @@ def test_slow_links_make_grids_worth_weighing(devices: int) -> None:
 def test_of_many_devices_some_share_positions_only_if_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cut of positions takes a while to reason out; grids and owners are proposed however many devices there are."""
     profile, flow = traced(model_of("gpt-tiny"))
-    where, workload, wishes = cluster(8, kind="cpu"), Workload(2), Constraints(flow=flow)
-    bounds, cutter = LowerBounds(PlanningProblem(profile, where, workload, calibration(8), wishes)), PartitionCache(profile, workload, wishes)
-    few = MeshProposer(where, workload, wishes, cutter, bounds)
+    where, workload, constraints = cluster(8, kind="cpu"), Workload(2), Constraints(flow=flow)
+    bounds, cutter = (
+        LowerBounds(PlanningProblem(profile, where, workload, calibration(8), constraints)),
+        PartitionCache(profile, workload, constraints),
+    )
+    few = MeshProposer(where, workload, constraints, cutter, bounds)
     monkeypatch.setattr("meshwright.plan.mesh_proposals._MANY_DEVICES", 4)
-    many = MeshProposer(where, workload, wishes, cutter, bounds)
+    many = MeshProposer(where, workload, constraints, cutter, bounds)
     for axes in (few, many):
         assert any(mesh.cp > 1 for mesh in axes.meshes_1d_tensor(8, 8, 8))
     assert any(mesh.cp > 1 for mesh in few.meshes_1d_tensor(4, 8, 8)) and not any(mesh.cp > 1 for mesh in many.meshes_1d_tensor(4, 8, 8))
@@ -161,9 +166,9 @@ def test_bounds_stay_below_what_an_estimate_says(model: dict[str, Any], mesh: Me
     profile, flow = traced(model)
     for network, alpha in ((1e6, 1e-6), (1e9, 1e-3), (1e12, 1e-9)):
         where, workload, machine = cluster(8, kind="cpu"), Workload(16), calibration(8, network=network, alpha=alpha, overlap=0.5)
-        wishes = Constraints(mesh=mesh, flow=flow)
-        bounds, cutter = LowerBounds(PlanningProblem(profile, where, workload, machine, wishes)), PartitionCache(profile, workload, wishes)
-        for scored in rank_plans(profile, where, workload, machine, wishes).scored:
+        constraints = Constraints(mesh=mesh, flow=flow)
+        bounds, cutter = LowerBounds(PlanningProblem(profile, where, workload, machine, constraints)), PartitionCache(profile, workload, constraints)
+        for scored in rank_plans(profile, where, workload, machine, constraints).scored:
             plan = replace(scored.plan, sync=replace(scored.plan.sync, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20))
             point = search_point(plan)
             found = step_cost.estimate(plan, profile, workload, where, machine)
@@ -177,7 +182,7 @@ def search_point(plan: Plan) -> SearchPoint:
 
 @pytest.mark.parametrize(("axis", "mesh"), [("cp", Mesh(cp=4)), ("ep", Mesh(ep=4)), ("tp", Mesh(tp=(4,)))])
 def test_what_meets_inside_layers_holds_them_up(axis: str, mesh: Mesh) -> None:
-    """However much a machine hides of gradients: the layer after a meeting needs what it gives."""
+    """However much a machine hides of gradients: the layer after a collective needs its result."""
     model = model_of("Mixtral" if axis == "ep" else "gpt-tiny")
     profile, flow = traced(model)
     hidden, shown = (

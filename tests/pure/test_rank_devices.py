@@ -104,8 +104,8 @@ def test_no_other_shares_end_sooner(lines: list[tuple[float, float]], samples: i
         return max(a + b * share for (a, b), share in zip(lines, shares, strict=True))
 
     every = [s for s in product(range(least, total + 1), repeat=len(lines)) if sum(s) == total]
-    dealt = distribute_samples(total, [lambda n, a=a, b=b: a + b * n for a, b in lines], least)  # type: ignore[misc]
-    assert dealt is not None and ends(dealt) == pytest.approx(min(map(ends, every)))
+    shares = distribute_samples(total, [lambda n, a=a, b=b: a + b * n for a, b in lines], least)  # type: ignore[misc]
+    assert shares is not None and ends(shares) == pytest.approx(min(map(ends, every)))
 
 
 def test_the_planner_gives_samples_by_speed() -> None:

@@ -48,14 +48,14 @@ OBJECTIVES = ["time", "throughput", "money", "memory"]
 
 
 def both(
-    profile: ModelProfile, workload: Workload, devices: int, memory: float, machine: Calibration, wishes: Constraints
+    profile: ModelProfile, workload: Workload, devices: int, memory: float, machine: Calibration, constraints: Constraints
 ) -> tuple[Ranking, Ranking]:
     """All plans, and the search by bounds."""
     where = cluster(devices, memory)
-    whole = rank_plans(profile, where, workload, machine, wishes)
+    whole = rank_plans(profile, where, workload, machine, constraints)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "MAX_EXHAUSTIVE_DEVICES", 0)
-        return whole, rank_plans(profile, where, workload, machine, wishes)
+        return whole, rank_plans(profile, where, workload, machine, constraints)
 
 
 def check_alike(whole: Ranking, found: Ranking) -> None:

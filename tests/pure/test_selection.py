@@ -166,23 +166,25 @@ def test_what_is_measured_is_asked_for_or_all_that_applies() -> None:
 def test_auto_takes_algorithms_of_gloo_alone_too() -> None:
     cluster = discover({}, ranks=2)
     slow = {name: times for name, times in CROSSING.items() if name != "mpi"}
-    wishes, why = add_measured_routes(Constraints(world=2), cluster, Calibration("m", "cpu", "now", (measured(slow),)))
-    assert why == "" and wishes.routes is not None and {r.backend for r in wishes.routes} == {"gloo"}
-    wishes, why = add_measured_routes(Constraints(world=2), cluster, Calibration("m", "cpu", "now", (measured({"gloo": [1.0] * 5}),)))
-    assert wishes.routes is None and "meshwright bench comm --nproc 2" in why
+    constraints, why = add_measured_routes(Constraints(world=2), cluster, Calibration("m", "cpu", "now", (measured(slow),)))
+    assert why == "" and constraints.routes is not None and {r.backend for r in constraints.routes} == {"gloo"}
+    constraints, why = add_measured_routes(Constraints(world=2), cluster, Calibration("m", "cpu", "now", (measured({"gloo": [1.0] * 5}),)))
+    assert constraints.routes is None and "meshwright bench comm --nproc 2" in why
 
 
 # -- tuning --
 
 
-def ranked(alpha: float, bandwidth: float, **wishes: Any) -> Any:
+def ranked(alpha: float, bandwidth: float, **constraints: Any) -> Any:
     """Twenty blocks of 4 MB on two ranks, a quarter of a second of work."""
     made = fake_inputs.blocks(20, ((1024, 1024), (1024,)), flops=1e9).layers
     profile = fake_inputs.model(
         [replace(x, tensors=tuple(replace(t, registration_index=2 * i + j) for j, t in enumerate(x.tensors))) for i, x in enumerate(made)]
     )
     calibration = fake_inputs.calibration(2, alpha=alpha, network=bandwidth, overlap=0.9)
-    return rank_plans(profile, fake_inputs.cluster(2, kind="cpu"), Workload(8), calibration, Constraints(mesh=Mesh(dp=2), micro_batches=1, **wishes))
+    return rank_plans(
+        profile, fake_inputs.cluster(2, kind="cpu"), Workload(8), calibration, Constraints(mesh=Mesh(dp=2), micro_batches=1, **constraints)
+    )
 
 
 def test_buckets_are_as_large_as_calls_are_dear() -> None:

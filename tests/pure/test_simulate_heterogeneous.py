@@ -142,9 +142,11 @@ def test_planned_parts_on_data_sheets_are_simulated_as_they_are_estimated(where:
     mesh = replace(mesh, dp=4) if where == "mix" and mesh.pp > 1 else Mesh(mesh.pp, mesh.dp * (len(of.cluster.devices) // 2), mesh.shard)
     task = zoo.load("gpt-mini")
     profile, flow = trace_task(task, precision=precision, device="cuda"), trace_dataflow(task, precision)  # type: ignore[arg-type]
-    wishes = Constraints(flow=flow, reorder=True, mesh=mesh, zero=1 if mesh.shard > 1 else None, compile="none", recompute="none", micro_batches=4)
+    constraints = Constraints(
+        flow=flow, reorder=True, mesh=mesh, zero=1 if mesh.shard > 1 else None, compile="none", recompute="none", micro_batches=4
+    )
     workload = Workload(512, precision=precision)  # type: ignore[arg-type]
-    best = rank_plans(profile, of.cluster, workload, of.calibration, wishes).best
+    best = rank_plans(profile, of.cluster, workload, of.calibration, constraints).best
     schedule, network = priced_schedule(best.plan, profile, "adamw", of.cluster, of.calibration), of.make_network(best.plan)
     found = simulate(schedule, network)
     assert found.step_s == pytest.approx(best.estimate.step_s, rel=0.1)

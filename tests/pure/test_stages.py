@@ -96,14 +96,14 @@ def test_more_stages_than_places_is_said_with_numbers() -> None:
 def test_who_asks_for_a_schedule_gets_a_pipeline_and_who_places_layers_gets_them_placed() -> None:
     task = zoo.load("gpt-tiny")
     profile, flow = trace_task(task), trace_dataflow(task)
-    for wishes in (Constraints(schedule="gpipe", flow=flow), Constraints(placements={"head": "replicate"}, flow=flow)):
-        plans = list(candidates(profile, cluster(4, kind="cpu"), Workload(8), wishes))
-        assert plans and all(plan.mesh.pp > 1 and plan.schedule == "gpipe" for plan in plans if wishes.schedule)
-        assert all(plan.mesh.degree("tp") > 1 and "head" not in str(plan.tensor.sharded_dims) for plan in plans if wishes.placements)
+    for constraints in (Constraints(schedule="gpipe", flow=flow), Constraints(placements={"head": "replicate"}, flow=flow)):
+        plans = list(candidates(profile, cluster(4, kind="cpu"), Workload(8), constraints))
+        assert plans and all(plan.mesh.pp > 1 and plan.schedule == "gpipe" for plan in plans if constraints.schedule)
+        assert all(plan.mesh.degree("tp") > 1 and "head" not in str(plan.tensor.sharded_dims) for plan in plans if constraints.placements)
 
 
 def test_in_a_pipeline_tensor_parallel_ranks_meet_inside_layers() -> None:
-    """An encoder's output enters the decoder once, at its door; in a pipeline a stage may begin behind that door."""
+    """An encoder's output enters the decoder once, at its input; in a pipeline a stage may begin after that input."""
     made: Any = architectures.build("Decoder"), architectures.loss("Decoder"), architectures.batch("Decoder", 2, 0)
     flow, profile = trace_module_dataflow(*made), trace_module(*made, name="Decoder")
     layers = ("embedding", "layers.layers.0", "layers.layers.1", "head")

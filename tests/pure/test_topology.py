@@ -142,8 +142,8 @@ def test_contention_by_sort_is_contention_by_counting(name: str, tp: int, dp: in
     reach = found.group_bandwidth(range(0, tp * dp, tp))
     if load:
         slowest = min(wires[key].bandwidth / count for key, count in load.items())
-        lanes = min(8 // tp, dp) * 25e9  # a group has no more cards than ranks on a node
-        assert reach.rate == pytest.approx(min(slowest, lanes, 300e9))
+        cards = min(8 // tp, dp) * 25e9  # a group has no more cards than ranks on a node
+        assert reach.rate == pytest.approx(min(slowest, cards, 300e9))
     else:
         assert reach.rate == 300e9
 
