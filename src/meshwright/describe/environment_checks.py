@@ -144,7 +144,7 @@ def check_cuda(torch_info: TorchBuildInfo, gpus: Sequence[nvml.Gpu], driver_load
         return EnvironmentCheck("GPU", True, f"{names}; torch does not answer")
     if not torch_info.built_for:
         # PyPI's Linux wheels carry CUDA; a +cpu wheel of the same version satisfies pip, so it must be forced.
-        return EnvironmentCheck("GPU", False, f"{names}; torch is a CPU build", f"{_REINSTALL_TORCH} --index-url https://pypi.org/simple")
+        return EnvironmentCheck("GPU", False, f"{names}; torch is a CPU build", f"{_REINSTALL_TORCH} from an index that has CUDA wheels")
     if torch_info.cuda:
         nccl = "" if torch_info.nccl else ", without NCCL"
         return EnvironmentCheck("GPU", True, f"{len(gpus)} × {names}; torch built for CUDA {torch_info.built_for}{nccl}")
