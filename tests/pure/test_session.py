@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -28,3 +31,35 @@ def test_a_fused_optimizer_clips_as_any_other_does(clip: float | None) -> None:
 def test_clipping_changes_the_curve() -> None:
     """AdamW hides a constant factor, not one that changes from step to step."""
     assert _losses(True, 0.05) != pytest.approx(_losses(True, None), rel=1e-6)
+
+
+def test_a_compiled_loss_keeps_the_model_out_of_its_graphs_and_copies_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled by block, the loss has graphs of its own, units have theirs, and a deep copy of the model does not call the original."""
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    plain, batch = copy.deepcopy(network), {"x": torch.randn(6, 8), "y": torch.randn(6, 4)}
+    sessions = [
+        Session(Plan("test", 6, compile=mode), model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+        for mode, model in (("blocks", network), ("none", plain))
+    ]
+    curves = [[float(session.step(batch, _squared_error).loss) for _ in range(4)] for session in sessions]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6)
+    assert any("mse_loss" in name for graph in graphs for name in graph)
+    assert not any("linear" in name for graph in graphs for name in graph)
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        other[1].weight.zero_()
+        other[1].bias.zero_()
+    assert not other(batch["x"]).any()
+    assert network(batch["x"]).any()
+
+
+def _squared_error(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])

@@ -168,7 +168,6 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()
-        model.forward = torch.compiler.disable(model.forward)  # the loss around it is compiled too (`Session`)
     gradient_sync: DataParallel | None = None
     replication = _param_replication(model, plan, pipeline)
     if groups.data.size > 1 and plan.memory.zero == 3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,10 @@ class Session:
         if not compiles_layer(self.plan, LOSS_LAYER):
             return loss_fn
         if loss_fn not in self._compiled:
-            self._compiled[loss_fn] = torch.compile(loss_fn)
+            compiled = torch.compile(loss_fn)
+            self._compiled[loss_fn] = (
+                compiled if self.plan.compile == "model" else partial(_run_around_model, compiled, torch.compiler.disable(self.model.forward))
+            )
         return self._compiled[loss_fn]
 
     # -- validation --
@@ -188,6 +192,20 @@ class Session:
                 return (self.applied.context.wrap_loss(loss_fn) if self.applied.context is not None else loss_fn)(self.model, batch)
 
         return evaluate() if self.applied.pipeline is None else self.applied.pipeline.evaluate(batch, evaluate, loss_fn, self._autocast)
+
+
+def _run_around_model(compiled: Loss, eager_forward: Callable[..., Any], model: nn.Module, batch: Batch) -> Any:
+    """Run a compiled loss whose graphs leave out the model's own forward, in which compiled units run. The model is patched during the call only:
+    a copy of it, such as an average of its weights, must call its own forward."""
+    patched = vars(model).get("forward")
+    model.forward = eager_forward  # type: ignore[method-assign]
+    try:
+        return compiled(model, batch)
+    finally:
+        if patched is None:
+            del model.forward
+        else:
+            model.forward = patched
 
 
 class _LossReducer:
