@@ -24,11 +24,12 @@ from meshwright.cost import estimate, step_cost
 from meshwright.cost.depth_extrapolation import removable_blocks
 from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.profile_tracer import trace_task
-from meshwright.plan import Constraints, Ranking, rank_plans, search
+from meshwright.plan import Constraints, Ranking, best_first_search, rank_plans, search
 from meshwright.plan.bounds import LowerBounds
 from meshwright.plan.objective import complexity_penalty, placement_penalty
 from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint
+from meshwright.plan.search_space import micro_batch_counts
 
 
 @cache
@@ -98,6 +99,35 @@ def test_what_bounds_leave_out_could_not_have_won(
     whole, pruned = both(profile, workload, devices, memory, machine, Constraints(flow=flow, offload="none"))
     check_alike(whole, pruned)
     check_bounds(whole, 40)
+
+
+@given(
+    st.sampled_from(["gpt-tiny", "llama-tiny"]), st.sampled_from([4, 8]), st.sampled_from([8, 12, 30]), st.floats(1.5e6, 3e7), st.floats(1e7, 1e11),
+    st.sampled_from([1e-7, 1e-5, 1e-3]), st.floats(0, 1), st.sampled_from([1e9, 1e12]),
+)  # fmt: skip
+@settings(max_examples=DRAWS or 6, deadline=None, suppress_health_check=list(HealthCheck))
+def test_on_many_devices_the_search_leaves_out_at_most_its_tolerance(
+    name: str, devices: int, batch: int, memory: float, network: float, alpha: float, overlap: float, flops: float
+) -> None:  # fmt: skip
+    machine, (profile, flow) = calibration(devices, network=network, alpha=alpha, overlap=overlap, flops=flops), traced(name)
+    costs, workload, where = [], Workload(batch), cluster(devices, memory)
+    for many in (10**6, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(search, "MAX_EXHAUSTIVE_DEVICES", 0)
+            patch.setattr(best_first_search, "_MANY_DEVICES", many)
+            found = rank_plans(profile, where, workload, machine, Constraints(flow=flow))
+        costs.append(search._sort_key(found.best, workload, where))
+    exact, tolerant = costs
+    assert exact[0] == tolerant[0]
+    assert exact[0] or tolerant[1] <= exact[1] / (1 - 2 * best_first_search._MANY_DEVICES_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("batch", "counts"), [(8, [1, 2, 4, 8]), (24, [1, 2, 3, 4, 6, 8, 12, 24]), (7, [1, 7]), (60, [1, 2, 3, 4, 6, 10, 15, 20, 30, 60])]
+)
+def test_micro_batches_may_be_of_one_sample_whatever_the_batch(batch: int, counts: list[int]) -> None:
+    assert micro_batch_counts(batch, Mesh(), Constraints()) == counts
+    assert micro_batch_counts(4 * batch, Mesh(dp=2, shard=2), Constraints()) == counts
 
 
 SIZES = st.tuples(st.sampled_from([8, 64, 300]), st.floats(1e5, 1e10), st.floats(1e3, 1e7))

@@ -5,7 +5,8 @@ be better.
 A point stands for a plan. The queue is ordered by a lower bound on cost, and the cheapest point is refined: first its coarse choices (mesh and
 micro-batches) are bounded by compute time, with its stages if it is a pipeline; then its ZeRO stage and recomputation, by memory and gradients
 too; then the estimate decides. Every refinement can only raise the cost. Once `TOP_K` estimates are cheaper than all points in the queue, they are
-the best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
+the best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters). On many
+devices a small tolerance replaces "nothing": thousands of plans differ by less than any prediction is precise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from meshwright.core.errors import RequestError
@@ -47,10 +48,9 @@ _MAX_OTHER_STRATEGIES = 2  # if the best plans all have one strategy, this many 
 _MAX_STAGES = 128
 _MANY_DATA_RANKS = 32
 _MANY_DEVICES = 512  # above this number, points of a world size are listed only when its bound comes up
+_MANY_DEVICES_TOLERANCE = 0.02  # above `_MANY_DEVICES`: a plan that the search leaves out may cost this fraction less
 _EXTRA_STAGES_PER_RANK = (4,)  # tried beside the default, where a schedule takes any number
-_COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED = range(4)  # refinement levels
-
-CoarsePoints = Sequence[tuple[float, SearchPoint]]
+_COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED, _EXPECTED = range(5)  # refinement levels
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ class _PricedPlan:
     plan: Plan
     estimate: Estimate
     cost: float
+
+
+@dataclass
+class SearchMemory:
+    """What one search found out that another of the same model, cluster and workload can use, if its optimizer update takes no less time."""
+
+    coarse_points: list[tuple[float, SearchPoint]] = field(default_factory=list)  # with their lower bounds on cost
+    cost_ratios: dict[SearchPoint, float] = field(default_factory=dict)  # cost of a plan / its bound, by the point without shards
 
 
 class BestFirstSearch:
@@ -69,23 +77,23 @@ class BestFirstSearch:
         partition_cache: PartitionCache | None = None,
         top_k: int = TOP_K,
         cost_limit: float = math.inf,
-        coarse_points: CoarsePoints = (),
+        earlier: SearchMemory | None = None,
     ) -> None:
-        """Plans that cost at least `cost_limit` are not searched. `coarse_points` come from another search of the same inputs whose optimizer
-        update took no more time."""
+        """Plans that cost at least `cost_limit` are not searched."""
         self._problem, self._bounds = problem, LowerBounds(problem)
         self._profile, self._cluster, self._workload, self._constraints = problem.profile, problem.cluster, problem.workload, problem.constraints
         self.partition_cache = partition_cache or PartitionCache(self._profile, self._workload, self._constraints)
         self._mesh_proposer = MeshProposer(self._cluster, self._workload, self._constraints, self.partition_cache, self._bounds)
         self._top_k, self._cost_limit = top_k, cost_limit
+        self._tolerance = _MANY_DEVICES_TOLERANCE if len(self._cluster.devices) > _MANY_DEVICES else 0.0
         self._push_counter = itertools.count()
         self._queue: list[tuple[float, int, int, SearchPoint]] = []
         self._too_large: list[tuple[float, int, SearchPoint]] = []  # points that do not fit, by their lower bound on memory
         self._first_error: RequestError | None = None
         self._stage_layers_by_key: dict[tuple[int, int, tuple[int, ...], bool, str, int], StageLayers] = {}
         self._with_shard = cache(lambda mesh, shard: replace(mesh, dp=mesh.dp // shard, shard=shard))
-        self._known_points = coarse_points
-        self.coarse_points: list[tuple[float, SearchPoint]] = []  # with their lower bounds on cost
+        self._known_points = earlier.coarse_points if earlier is not None else []
+        self.memory = SearchMemory(cost_ratios=dict(earlier.cost_ratios) if earlier is not None else {})
         self.num_considered = 0
         self._last_bound = 0.0  # of the last point pushed
 
@@ -97,7 +105,7 @@ class BestFirstSearch:
         plans: list[_PricedPlan] = []
         costs: list[float] = []  # of the plans that fit
         while worlds or self._queue:
-            limit = costs[self._top_k - 1] if len(costs) >= self._top_k else self._cost_limit
+            limit = (1 - self._tolerance) * costs[self._top_k - 1] if len(costs) >= self._top_k else self._cost_limit
             if worlds and worlds[-1][0] <= min(limit, self._queue[0][0] if self._queue else math.inf):
                 for point in self._enumerate_coarse(worlds.pop()[1]):
                     self._push_coarse(point)
@@ -127,9 +135,20 @@ class BestFirstSearch:
                 seconds = self._push(refined, _REFINED, bound)
                 for other in self._mesh_proposer.reordered_points(refined, seconds) if seconds is not None else ():
                     self._push(other, _REFINED, bound)
+        elif level != _EXPECTED and (expected := self._expected_cost(point, bound)) > bound:
+            heapq.heappush(self._queue, (expected, next(self._push_counter), _EXPECTED, point))
         else:
-            return self._price_point(point)
+            priced = self._price_point(point)
+            if priced is not None and level != _EXPECTED:
+                self.memory.cost_ratios.setdefault(_unsharded(point), priced.cost / bound)
+            return priced
         return None
+
+    def _expected_cost(self, point: SearchPoint, bound: float) -> float:
+        """On many devices, what a pipeline is expected to cost at least: it exceeds its bound as a priced plan does that differs only in the number
+        of shards, or in what it offloads. What it costs beyond its bound is how stages wait for each other, which that changes little."""
+        ratio = self.memory.cost_ratios.get(_unsharded(point), 1.0) if self._tolerance and point.mesh.pp > 1 else 1.0
+        return max(bound, (1 - self._tolerance) * ratio * bound)
 
     def _price_other_strategies(self, priced_plans: Sequence[_PricedPlan]) -> list[_PricedPlan]:
         """Plans of other strategies, priced in the order of their bounds, where all plans priced so far have the same strategy."""
@@ -175,7 +194,7 @@ class BestFirstSearch:
     def _push_coarse(self, point: SearchPoint, bound: float = 0.0) -> None:
         """Push a coarse point that may cost less than the limit, and remember it with its bound for other searches."""
         if bound < self._cost_limit and self._push(point, _COARSE, bound) is not None:
-            self.coarse_points.append((self._last_bound, point))
+            self.memory.coarse_points.append((self._last_bound, point))
 
     def _schedule_choices(self, mesh: Mesh, micro_batches: int) -> Iterator[tuple[PipelineSchedule, int]]:
         """Yield (schedule, stages per rank; 0 for the default). More and shorter stages fill the pipeline sooner and send more."""
@@ -295,6 +314,11 @@ class BestFirstSearch:
             priced = self._price_point(replace(point, recompute="full") if point.recompute == "mixed" else point)
             plans += [priced] if priced is not None else []
         return plans
+
+
+def _unsharded(point: SearchPoint) -> SearchPoint:
+    """The point on the mesh without shards, in the default order: an order may name the shard axis."""
+    return replace(point, mesh=replace(point.mesh, dp=point.mesh.dp * point.mesh.shard, shard=1, order=()))
 
 
 def _strategy_key(mesh: Mesh, zero: int) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import assign_rank_devices
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.plan.best_first_search import TOP_K, BestFirstSearch, CoarsePoints
+from meshwright.plan.best_first_search import TOP_K, BestFirstSearch, SearchMemory
 from meshwright.plan.bounds import LowerBounds
 from meshwright.plan.heterogeneous_planner import SearchInputs, balanced_variants, with_axis_orders, with_device_orders
 from meshwright.plan.mesh_proposals import MeshProposer
@@ -57,7 +57,7 @@ class Ranking:
     num_considered: int = 0  # plans compared by their bounds, where not all were priced
     search_s: float = 0.0  # computing time of the search
     partition_cache: PartitionCache | None = None  # partitions of the model, for reuse in another search of the same model
-    coarse_points: CoarsePoints = ()  # the coarse points of the search, with their cost bounds
+    search_memory: SearchMemory | None = None  # for another search of the same inputs
     best_equal_split: ScoredPlan | None = None  # the best plan with equal shares, on heterogeneous devices
 
     @property
@@ -95,7 +95,7 @@ def rank_plans(
         return ranking
     cost_limit = (1 - _MIN_OFFLOAD_GAIN) * _sort_key(ranking.best, workload, cluster)[1] if ranking.best.estimate.fits else math.inf
     offloading = replace(problem, constraints=replace(constraints, offload="optimizer"))
-    other = _rank_equal_split(offloading, ranking, cost_limit, coarse_points=ranking.coarse_points)
+    other = _rank_equal_split(offloading, ranking, cost_limit, earlier=ranking.search_memory)
     scored = tuple(sorted((*ranking.scored, *other.scored), key=lambda s: _sort_key(s, workload, cluster)))
     notes = ranking.tuning_notes if scored[0] is ranking.best else other.tuning_notes
     considered = ranking.num_considered + other.num_considered if ranking.num_considered else 0
@@ -168,7 +168,7 @@ def _is_memory_bound(ranking: Ranking) -> bool:
 
 
 def _rank_equal_split(
-    problem: PlanningProblem, previous: Ranking | None, cost_limit: float = math.inf, force_bounded: bool = False, coarse_points: CoarsePoints = ()
+    problem: PlanningProblem, previous: Ranking | None, cost_limit: float = math.inf, force_bounded: bool = False, earlier: SearchMemory | None = None
 ) -> Ranking:
     """Rank plans with equal shares. Plans that cost at least `cost_limit` are skipped; `force_bounded` prunes by bounds however few plans there
     are."""
@@ -179,13 +179,13 @@ def _rank_equal_split(
     scored: list[ScoredPlan] = []
     if constraints.mesh is None and (force_bounded or needs_bounded_search(profile, cluster, constraints, previous is not None)):
         check_constraints(constraints, len(cluster.devices))
-        search = BestFirstSearch(problem, previous.partition_cache if previous else None, 1 if previous else TOP_K, cost_limit, coarse_points)
+        search = BestFirstSearch(problem, previous.partition_cache if previous else None, 1 if previous else TOP_K, cost_limit, earlier)
         scored = [ScoredPlan(*priced) for priced in search.search()]
-        considered, partition_cache, coarse_points = search.num_considered, search.partition_cache, search.coarse_points
+        considered, partition_cache, memory = search.num_considered, search.partition_cache, search.memory
         if not scored and previous is not None:
             return replace(previous, scored=(), num_considered=considered)
     else:
-        considered, partition_cache, coarse_points = 0, PartitionCache(profile, workload, constraints), ()
+        considered, partition_cache, memory = 0, PartitionCache(profile, workload, constraints), None
         proposer = MeshProposer(cluster, workload, constraints, partition_cache, LowerBounds(problem))
         for plan in candidates(profile, cluster, workload, constraints, partition_cache, proposer.meshes):
             if not (scored and _is_dominated(plan, scored[-1], workload)):
@@ -199,7 +199,7 @@ def _rank_equal_split(
     scored[0] = ScoredPlan(plan, tuned)
     search_s = time.process_time() - start_s
     inputs = (profile, cluster, workload, calibration, constraints)
-    return Ranking(tuple(scored), *inputs, notes, considered, search_s, partition_cache, coarse_points)
+    return Ranking(tuple(scored), *inputs, notes, considered, search_s, partition_cache, memory)
 
 
 def needs_bounded_search(profile: ModelProfile, cluster: Cluster, constraints: Constraints, best_only: bool = False) -> bool:

@@ -68,6 +68,7 @@ class Constraints:
 
 # Constraints copied by name into a plan's SyncPolicy; routes also depend on the number of ranks (see `_sync_policy`).
 _SYNC_FIELDS = {f.name for f in fields(SyncPolicy)} & {f.name for f in fields(Constraints)} - {"routes", "nodes"}
+_LEAST_MICRO_BATCH_RATIO = 1.3  # between the numbers of micro-batches that are searched
 
 
 @dataclass(frozen=True)
@@ -266,10 +267,14 @@ def divisors(number: int) -> list[int]:
 
 
 def micro_batch_counts(batch: int, mesh: Mesh, constraints: Constraints) -> list[int]:
+    """Numbers of micro-batches to search: the constraint, or the divisors of a data rank's share; of those that are close together, the least."""
     if constraints.micro_batches is not None:
         return [constraints.micro_batches]
-    share = max(batch // mesh.data_parallel_size, 1)
-    return [2**k for k in range(share.bit_length()) if share % 2**k == 0]
+    counts: list[int] = []
+    for divisor in divisors(max(batch // mesh.data_parallel_size, 1)):
+        if not counts or divisor >= _LEAST_MICRO_BATCH_RATIO * counts[-1]:
+            counts.append(divisor)
+    return counts
 
 
 def make_plan(
