@@ -376,17 +376,18 @@ class _RecordedStage(pipelining.PipelineStage):
 
 
 def _allocate_buffers(infos: Any, specs: Sequence[Tensor], device: torch.device) -> None:
-    """Give torch's receive infos new buffers. One without a buffer receives nothing."""
+    """Give torch's receive infos new buffers. One without a buffer receives nothing. torch 2.11 computes on the buffers themselves, so those that
+    require grad must still do so."""
     for info, spec in zip(infos, specs, strict=False):
         if getattr(info, "buffer", None) is not None:
-            info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=info.buffer.requires_grad)
 
 
 def _free_buffers(infos: Any) -> None:
     """Drop the buffers of torch's receive infos; an empty tensor stays, whose gradient torch clears."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
-            info.buffer = info.buffer.new_empty(0)
+            info.buffer = info.buffer.new_empty(0, requires_grad=info.buffer.requires_grad)
 
 
 def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:
