@@ -91,7 +91,8 @@ def full_disk(to: str) -> Case:
         pid = run.process.pid if to == "supervisor" else run.rank(0)
         if to == "one rank":
             run.await_steps(20)  # metrics outgrow stderr, which is a file here and stays below the limit
-        set_limit(pid, resource.RLIMIT_FSIZE, 1 if to == "supervisor" else (run.folder / "metrics.jsonl").stat().st_size)
+        stderr_bytes = 2000  # room for the messages, and not for a result
+        set_limit(pid, resource.RLIMIT_FSIZE, stderr_bytes if to == "supervisor" else (run.folder / "metrics.jsonl").stat().st_size)
         if to == "one rank":
             await_condition(lambda: "dropped" in run.stderr() or run.process.poll() is not None)
             assert run.process.poll() is None, run.stderr()[-3000:]
@@ -189,7 +190,7 @@ def test_a_fault_does_what_the_table_says(row: Row, tmp_path: Path, measured: No
     ("number", "words", "sign"),
     [
         (signal.SIGTERM, ("plan", "llama3-405b", "--cluster", "dgx-h100:512", "--global-batch", "1024", "--seq", "8192"), "profiling"),
-        pytest.param(signal.SIGINT, ("proxy", "dp", "--nproc", "2", "--runs", "100000"), "ranks over gloo", marks=pytest.mark.prove),
+        pytest.param(signal.SIGINT, ("proxy", "fsdp", "--nproc", "2", "--runs", "100000"), "ranks over gloo", marks=pytest.mark.prove),
         pytest.param(signal.SIGTERM, ("bench", "comm", "--nproc", "2", "--backend", "gloo"), "measuring", marks=pytest.mark.prove),
         pytest.param(signal.SIGTERM, ("describe", "cluster", "--probe"), "measuring", marks=pytest.mark.prove),
     ],
@@ -211,10 +212,10 @@ def test_other_verbs_end_with_the_signals_code(number: signal.Signals, words: tu
 
 @pytest.mark.prove
 def test_a_disk_that_is_really_full(tmp_path: Path, measured: None) -> None:
-    """A file system of 256 KB: every step runs, the result cannot be written."""
+    """A file system of 64 KB: every step runs, the result cannot be written."""
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(small)], capture_output=True, check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True, check=False).returncode:
         pytest.skip("only root may mount a file system")
     try:
         outcome = wait_for_end(start_run(tmp_path, steps=SHORT, runs=small / "runs"))
