@@ -273,14 +273,21 @@ def _op_constants(name: str, arguments: dict[str, Any]) -> tuple[int, ...]:
 
 def _layer_kind(module: nn.Module) -> LayerKind:
     """The layer's kind: linear and conv layers, whose partial results the runtime can reduce across ranks, bias included; and embedding tables
-    that may be on other ranks."""
-    if isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
+    that may be on other ranks. A subclass with a forward of its own is none of them: nobody knows what it does with its parameters. An embedding's
+    forward may do more around the lookup."""
+    if (isinstance(module, nn.Linear) and _has_forward_of(module, nn.Linear)) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
         return "linear"
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, nn.modules.conv._ConvNd) and type(module).forward.__module__ == nn.modules.conv.__name__ and "forward" not in vars(module):
         return "conv"
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is not None or module.scale_grad_by_freq:
+        return "other"
     if isinstance(module, nn.EmbeddingBag):
-        return "bag"
-    return "embedding" if isinstance(module, nn.Embedding) else "other"
+        return "bag" if _has_forward_of(module, nn.EmbeddingBag) else "other"
+    return "embedding"
+
+
+def _has_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
+    return type(module).forward is base.forward and "forward" not in vars(module)
 
 
 @contextmanager

@@ -127,6 +127,14 @@ class AppliedPlan:
         if self.gradient_sync:
             self.gradient_sync.clear()
 
+    def discard_gradients(self) -> None:
+        """Drop gradients that no step of this model left: another model's loss may run through this one."""
+        stepped = (p for group in self.optimizer.param_groups for p in group["params"])
+        if any(p.grad is not None for p in (*self.model.parameters(), *stepped)):
+            if self.gradient_sync:
+                self.gradient_sync.finish()
+            self.clear_gradients()
+
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank's device holds between operations: parameters, gradients and optimizer state."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -200,6 +208,14 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
     check_tied_parameters(plan, tied_parameter_names(model))
     if is_sharded(model):
         raise RequestError("a plan was applied to this model already: build the model anew and apply one plan")
+    for name, module in model.named_modules():
+        if (
+            getattr(module, "max_norm", None) is not None
+            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and plan.world > plan.mesh.degree("tp")
+        ):
+            why = "renormalizes its weight in forward (max_norm), by the samples that it sees"
+            raise RequestError(f"plan: {name} {why}, so ranks with other samples or stages would differ: use one device, or tensor parallelism alone")
 
 
 def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:

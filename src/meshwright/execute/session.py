@@ -70,6 +70,7 @@ class Session:
         count, num_micro_batches = sample_count(batch), self.plan.micro_batches
         if count < num_micro_batches:
             raise RequestError(f"a batch of {count} samples does not split into {num_micro_batches} micro-batches: set micro_batches={max(count, 1)}")
+        self.applied.discard_gradients()
         loss_reducer = _LossReducer(self.plan, self.applied)
         micro_batches = list(_split_micro_batches(batch, count, num_micro_batches))
         if self.applied.pipeline is not None:

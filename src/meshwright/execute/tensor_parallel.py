@@ -6,7 +6,7 @@ tensor-parallel region reduces that input's gradient in backward; literal sizes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,10 @@ from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.sized_calls import sized_call
-from meshwright.core.tensor_policy import ParameterShard, ShardedDim, SizeRewrite, TensorPolicy
+from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, ShardedDim, SizeRewrite, TensorPolicy
 from meshwright.execute.autograd_collectives import CopyToTensorParallel, GatherFromTensorParallel, ReduceFromTensorParallel, all_gather_uneven
 from meshwright.execute.deferred_weight_grad import clear_deferred, copy_to_region_overlapped, defer_weight_grad, deferrable_matmul
-from meshwright.execute.module_hooks import Decorator, TensorFn, add_bias, at_module_input, eager_decorator, replace_parameter
+from meshwright.execute.module_hooks import Decorator, TensorFn, add_bias, at_module_input, eager_decorator, replace_parameter, run_forward_in
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.recompute_runtime import RecomputeCache
 from meshwright.execute.sequence_parallel import GatherFromSequence, ReduceScatterToSequence, SequenceShard, ShardedSequences
@@ -123,18 +123,18 @@ def _install_collectives(
     modules = dict(model.named_modules())
     sequences = ShardedSequences(policy, comm)
     sequences.install(modules, policy, eager, cache)
-    for site in policy.copy_sites:
+    for site in _one_per_input(policy.copy_sites):
         name, layers = f"tp_input/{site.module}", [modules[name] for name in deferred_layers if name in site.linear_layers]
         shard = sequences.shard(site.sequence_layout, name) if site.sequence_layout else None
         at_module_input(modules[site.module], site.position, _copy_to_region(comm, name, layers, shard, cache), eager)
-    for site in policy.reduce_sites:
+    for site in _one_per_input(policy.reduce_sites):
         name = f"tp_output/{site.module}"
         shard = sequences.shard(site.sequence_layout, name) if site.sequence_layout else None
         _reduce_output(modules[site.module], _reduce_from_region(comm, name, shard, cache), eager)
     logical_dims = {s.name: s for s in policy.sharded_dims}
-    for site in policy.embedding_sites:
+    for site in _one_per_input(policy.embedding_sites):
         _shard_embedding(modules[site.module], logical_dims[site.logical_dim], comm, f"embedding/{site.module}", eager, cache)
-    for site in policy.gather_sites:
+    for site in _one_per_input(policy.gather_sites):
         args = (comm, _shard_sizes(logical_dims[site.logical_dim], comm), f"gather/{site.module}", cache)
         modules[site.module].register_forward_hook(eager(lambda _m, _a, out, args=args: GatherFromTensorParallel.apply(out, *args)))
     for name in policy.partial_grad_parameters:  # replicated parameters inside a tensor-parallel region: their gradients are partial sums
@@ -143,6 +143,11 @@ def _install_collectives(
     rewrite_sizes(modules, policy.size_rewrites, logical_dims, comm)
     for name, logical_dim in {site.module: site.logical_dim for site in policy.norm_sites}.items():
         shard_norm(modules[name], _shard_sizes(logical_dims[logical_dim], comm), NormCollective(comm, f"norm/{name}", cache), eager)
+
+
+def _one_per_input(sites: Iterable[CollectiveSite]) -> Iterable[CollectiveSite]:
+    """The sites without those of a module's further calls: what is installed at a module happens in each of its calls."""
+    return {(site.module, site.position): site for site in sites}.values()
 
 
 def sync_rng_state(comm: Comm, device_type: str) -> None:
@@ -238,17 +243,36 @@ def _without_bias(layer: nn.Module) -> TensorFn:
 
 
 def _shard_embedding(layer: nn.Module, logical_dim: ShardedDim, comm: Comm, name: str, eager: Decorator, cache: RecomputeCache) -> None:
-    """Shard an embedding by rows: each rank looks up the rows it holds and adds zeros for the others."""
+    """Shard an embedding by rows: each rank looks up the rows it holds and adds zeros for the others. A subclass runs its own forward, in which
+    lookups of its weight are replaced."""
     first, count = logical_dim.shard_range(comm.rank, comm.size)
     padding = getattr(layer, "padding_idx", None)
     padding = padding - first if padding is not None and first <= padding < first + count else None
 
-    def forward(tokens: Tensor) -> Tensor:
+    def look_up(tokens: Tensor) -> Tensor:
         is_local = (tokens >= first) & (tokens < first + count)
         rows = F.embedding(torch.where(is_local, tokens - first, 0), layer.weight, padding)  # type: ignore[arg-type]
         return ReduceFromTensorParallel.apply(rows * is_local.unsqueeze(-1).to(rows.dtype), comm, name, cache)
 
-    layer.forward = eager(forward)
+    if type(layer).forward is nn.Embedding.forward and "forward" not in vars(layer):
+        layer.forward = eager(look_up)
+    else:
+        run_forward_in(layer, lambda: _LookupMode(layer, look_up), eager)
+
+
+class _LookupMode(TorchFunctionMode):
+    """Replaces the lookups of an embedding's weight."""
+
+    def __init__(self, layer: nn.Module, look_up: TensorFn) -> None:
+        super().__init__()
+        self.layer, self.look_up = layer, look_up
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        named = {**dict(zip(("input", "weight"), args, strict=False)), **kwargs} if func is F.embedding else {}
+        if named and named["weight"] is self.layer.weight:
+            return self.look_up(named["input"])
+        return func(*args, **kwargs)
 
 
 # -- sizes in the model's code --

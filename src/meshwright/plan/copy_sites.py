@@ -48,6 +48,7 @@ def find_copy_sites(
     partial_uses: dict[int, set[int]] = {}  # unsharded value → sharded operations that read it
     partial_parameters: dict[str, None] = {}
     sums: dict[int, int] = {}  # value that is a partial sum → the contracted logical dim
+    ops_by_input: dict[tuple[str, int], set[int]] = {}  # module and the position of its input → sharded operations that read it
     for index, op in enumerate(graph.dataflow.operations):
         for logical_dim in sharded_dims.intersection(op.contracted_dims):
             sums |= dict.fromkeys((graph.find_reduction_site(index, logical_dim) or (None, frozenset()))[1], logical_dim)
@@ -64,8 +65,16 @@ def find_copy_sites(
                 partial_parameters[parameter] = None
             else:
                 partial_uses.setdefault(value, set()).add(index)
-    uses = sorted(_lift_grad_sums(graph, partial_uses).items())
-    sites = [site for value, ops in uses for site in _place_sites(graph, site_builder, value, ops, sharded_dims, sums)]
+    sites: list[CollectiveSite] = []
+    for value, ops in sorted(_lift_grad_sums(graph, partial_uses).items()):
+        for site in _place_sites(graph, site_builder, value, ops, sharded_dims, sums):
+            sites.append(site)
+            ops_by_input.setdefault((site.module, site.position), set()).update(ops)
+    for (module, position), ops in ops_by_input.items():
+        count = sum(site.module == module and site.position == position for site in sites)
+        if count != graph.num_calls(module):  # a site takes effect in every call of its module
+            logical_dims = set[int]().union(*(sharded_dims & graph.operation_dims[i] for i in ops)) or sharded_dims
+            raise ShardingBlockedError(min(logical_dims), f"{module or 'the model'} is called {graph.num_calls(module)} times and not always with it")
     return sites, list(partial_parameters)
 
 

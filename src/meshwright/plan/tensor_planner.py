@@ -180,12 +180,13 @@ def _logical_dim_name(graph: DataflowGraph, logical_dim: int) -> str:
 
 
 def _reduce_sites(graph: DataflowGraph, site_builder: CollectiveSiteBuilder, sharded_dims: set[int]) -> Iterable[CollectiveSite]:
-    sites: dict[str, CollectiveSite] = {}
+    sites: dict[tuple[str, int], CollectiveSite] = {}  # by call: a layer may be called several times
     for index, op in enumerate(graph.dataflow.operations):
         for logical_dim in sharded_dims.intersection(op.contracted_dims):
             reduction = graph.find_reduction_site(index, logical_dim)
             assert reduction is not None
-            sites.setdefault(reduction[0].module, site_builder.at_output(reduction[0]))
+            call = reduction[0]
+            sites.setdefault((call.module, call.first_op), site_builder.at_output(call))
     return sites.values()
 
 
@@ -214,6 +215,9 @@ def _gathered_layers(
         weight, bias = _layer_parameters(graph, call)
         if weight is None or weight.name in sharded_parameters or not _is_worth_gather(graph, call, weight, placements, largest):
             continue
+        readers = [graph.innermost_call.get(i) for i in graph.consumers.get(weight.value, [])]
+        if any(reader is None or reader.kind not in ("linear", "embedding") for reader in readers):
+            continue  # other code reads it too, and would read a shard
         dim = _feature_dim(graph, call, weight)
         size = graph.dataflow.values[weight.value].shape[dim]
         if size < tp_degree:
