@@ -6,6 +6,8 @@ PIP := $(BIN)/pip install --quiet -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Ranks share the cores: one thread each unless a plan says otherwise.
 export OMP_NUM_THREADS ?= 1
+# tests/procs starts up to four ranks on CPUs, also where there are fewer GPUs; tests/gpu is for GPUs.
+ON_CPUS := CUDA_VISIBLE_DEVICES=
 
 .PHONY: help demo test lint pure procs prove bench test-oldest wheel clean
 help:
@@ -50,13 +52,13 @@ pure: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/pure tests/test_layers.py -n 2 --dist loadfile
 
 procs: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
+	@$(ON_CPUS) $(BIN)/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
 
 test: lint pure procs
 
 prove: $(VENV)/.dev
 	@MESHWRIGHT_DRAWS=1000 $(BIN)/python -m pytest tests/pure/test_any_rank.py tests/pure/test_search.py --timeout 7200
-	@$(BIN)/python -m pytest tests/procs -m prove --timeout 7200
+	@$(ON_CPUS) $(BIN)/python -m pytest tests/procs -m prove --timeout 7200
 
 bench: $(VENV)/.bench
 	@$(BIN)/python bench/overhead.py
@@ -65,7 +67,7 @@ bench: $(VENV)/.bench
 test-oldest:
 	@$(MAKE) --no-print-directory VENV=.venv-oldest .venv-oldest/.oldest
 	@.venv-oldest/bin/python -m pytest tests/pure tests/test_layers.py -n 2 --dist loadfile
-	@.venv-oldest/bin/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
+	@$(ON_CPUS) .venv-oldest/bin/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
 
 .venv-oldest/.oldest: pyproject.toml constraints.txt | .venv-oldest/bin/python
 	@grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt
