@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ def _own_cache() -> None:
 
 
 _own_cache()
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would every process of a test
 
 
 @pytest.fixture(scope="session")
