@@ -107,14 +107,14 @@ def trained_alone(kind: str) -> list[float]:
     return losses
 
 
-def train(rank: int, world: int, init_method: str, kind: str, mesh: str, zero: int) -> list[float]:
+def train(rank: int, world: int, init_method: str, kind: str, mesh: str, **constraints: Any) -> list[float]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     try:
         torch.manual_seed(0)
         model, batches = Language(kind), loader()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plan = mw.plan_for(model, next(iter(batches)), language_loss, world=world, mesh=mw.Mesh.parse(mesh), zero=zero).best.plan
+        plan = mw.plan_for(model, next(iter(batches)), language_loss, world=world, mesh=mw.Mesh.parse(mesh), **constraints).best.plan
         run = mw.prepare(model, optimizer, batches, loss_fn=language_loss, plan=plan)
         return [float(run.step(batch, language_loss)) for batch in run.loader]
     finally:

@@ -273,21 +273,18 @@ def _op_constants(name: str, arguments: dict[str, Any]) -> tuple[int, ...]:
 
 def _layer_kind(module: nn.Module) -> LayerKind:
     """The layer's kind: linear and conv layers, whose partial results the runtime can reduce across ranks, bias included; and embedding tables
-    that may be on other ranks. A subclass with a forward of its own is none of them: nobody knows what it does with its parameters. An embedding's
-    forward may do more around the lookup."""
-    if (isinstance(module, nn.Linear) and _has_forward_of(module, nn.Linear)) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
+    that may be on other ranks. A subclass with its own forward is of no kind, since nobody knows what it does with its parameters. Only an
+    embedding's forward may do more: the runtime replaces the lookup in it."""
+    runs_torch_code = type(module).forward.__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+    if (isinstance(module, nn.Linear) and runs_torch_code) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
         return "linear"
-    if isinstance(module, nn.modules.conv._ConvNd) and type(module).forward.__module__ == nn.modules.conv.__name__ and "forward" not in vars(module):
+    if isinstance(module, nn.modules.conv._ConvNd) and runs_torch_code:
         return "conv"
     if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is not None or module.scale_grad_by_freq:
         return "other"
     if isinstance(module, nn.EmbeddingBag):
-        return "bag" if _has_forward_of(module, nn.EmbeddingBag) else "other"
+        return "bag" if runs_torch_code else "other"
     return "embedding"
-
-
-def _has_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
-    return type(module).forward is base.forward and "forward" not in vars(module)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 def _collect_layers(name: str, module: nn.Module, layers: list[Layer]) -> None:
     children = list(module.named_children())
-    if not children or (name and is_callable(module) and not _contains_blocks(module)):
+    if not children or (name and _has_forward(module) and not _contains_blocks(module)):
         layers.append(Layer(name, module))
         return
     if any(True for _ in module.parameters(recurse=False)):
@@ -33,14 +33,14 @@ def _collect_layers(name: str, module: nn.Module, layers: list[Layer]) -> None:
     repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and _has_repeats(module)
     for child_name, child in children:
         path = f"{name}.{child_name}" if name else child_name
-        if repeats and list(child.children()) and is_callable(child):
+        if repeats and list(child.children()) and _has_forward(child):
             layers.append(Layer(path, child))  # a repeated block is one layer
         else:
             _collect_layers(path, child, layers)
 
 
-def is_callable(module: nn.Module) -> bool:
-    """Whether it has a forward: nobody calls a ModuleList, so nothing can happen at its call."""
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: a ModuleList cannot, so nothing can be gathered or recomputed at its call."""
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,11 +130,18 @@ class AppliedPlan:
 
     def discard_gradients(self) -> None:
         """Drop gradients that no step of this model left: another model's loss may run through this one."""
-        stepped = (p for group in self.optimizer.param_groups for p in group["params"])
-        if any(p.grad is not None for p in (*self.model.parameters(), *stepped)):
-            if self.gradient_sync:
-                self.gradient_sync.finish()
-            self.clear_gradients()
+        if all(p.grad is None for p in self._all_parameters):
+            return
+        if self.gradient_sync:
+            self.gradient_sync.finish()
+        self.clear_gradients()
+        for param in self._all_parameters:  # an offloaded optimizer clears the gradients of its host copies only
+            param.grad = None
+
+    @cached_property
+    def _all_parameters(self) -> list[nn.Parameter]:
+        """The model's parameters and the shards that the optimizer steps."""
+        return list({id(p): p for p in (*self.model.parameters(), *self.optimizer_parameters())}.values())
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank's device holds between operations: parameters, gradients and optimizer state."""
@@ -208,14 +216,10 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
     check_tied_parameters(plan, tied_parameter_names(model))
     if is_sharded(model):
         raise RequestError("a plan was applied to this model already: build the model anew and apply one plan")
-    for name, module in model.named_modules():
-        if (
-            getattr(module, "max_norm", None) is not None
-            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            and plan.world > plan.mesh.degree("tp")
-        ):
-            why = "renormalizes its weight in forward (max_norm), by the samples that it sees"
-            raise RequestError(f"plan: {name} {why}, so ranks with other samples or stages would differ: use one device, or tensor parallelism alone")
+    for name, module in modules.items() if plan.world > plan.mesh.degree("tp") or plan.tensor.is_sequence_parallel else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            why = f"{name} renormalizes its weight in forward (max_norm), by the samples that it sees, so ranks would differ"
+            raise RequestError(f"plan: {why}: use one device, or --mesh tp={plan.world} without sequence parallelism")
 
 
 def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:

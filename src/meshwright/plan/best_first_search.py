@@ -65,7 +65,7 @@ class SearchMemory:
     """What one search found out that another of the same model, cluster and workload can use, if its optimizer update takes no less time."""
 
     coarse_points: list[tuple[float, SearchPoint]] = field(default_factory=list)  # with their lower bounds on cost
-    cost_ratios: dict[SearchPoint, float] = field(default_factory=dict)  # cost of a plan / its bound, by the point without shards
+    bounds_and_costs: dict[SearchPoint, tuple[float, float]] = field(default_factory=dict)  # of the first priced plan, by its point without shards
 
 
 class BestFirstSearch:
@@ -93,7 +93,7 @@ class BestFirstSearch:
         self._stage_layers_by_key: dict[tuple[int, int, tuple[int, ...], bool, str, int], StageLayers] = {}
         self._with_shard = cache(lambda mesh, shard: replace(mesh, dp=mesh.dp // shard, shard=shard))
         self._known_points = earlier.coarse_points if earlier is not None else []
-        self.memory = SearchMemory(cost_ratios=dict(earlier.cost_ratios) if earlier is not None else {})
+        self.memory = SearchMemory(bounds_and_costs=dict(earlier.bounds_and_costs) if earlier is not None else {})
         self.num_considered = 0
         self._last_bound = 0.0  # of the last point pushed
 
@@ -140,15 +140,18 @@ class BestFirstSearch:
         else:
             priced = self._price_point(point)
             if priced is not None and level != _EXPECTED:
-                self.memory.cost_ratios.setdefault(_unsharded(point), priced.cost / bound)
+                self.memory.bounds_and_costs.setdefault(_unsharded(point), (bound, priced.cost))
             return priced
         return None
 
     def _expected_cost(self, point: SearchPoint, bound: float) -> float:
-        """On many devices, what a pipeline is expected to cost at least: it exceeds its bound as a priced plan does that differs only in the number
-        of shards, or in what it offloads. What it costs beyond its bound is how stages wait for each other, which that changes little."""
-        ratio = self.memory.cost_ratios.get(_unsharded(point), 1.0) if self._tolerance and point.mesh.pp > 1 else 1.0
-        return max(bound, (1 - self._tolerance) * ratio * bound)
+        """On many devices, what a pipeline is expected to cost at least: as much as a priced plan that differs only in the number of shards, or in
+        what it offloads; less in proportion where its bound is lower. What it costs beyond its bound is how stages wait for each other, which
+        that changes little."""
+        if not self._tolerance or point.mesh.pp == 1 or (known := self.memory.bounds_and_costs.get(_unsharded(point))) is None:
+            return bound
+        known_bound, known_cost = known
+        return max(bound, (1 - self._tolerance) * known_cost * min(1.0, bound / known_bound))
 
     def _price_other_strategies(self, priced_plans: Sequence[_PricedPlan]) -> list[_PricedPlan]:
         """Plans of other strategies, priced in the order of their bounds, where all plans priced so far have the same strategy."""

@@ -4,6 +4,7 @@ is all-reduced in backward."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -70,11 +71,12 @@ def find_copy_sites(
         for site in _place_sites(graph, site_builder, value, ops, sharded_dims, sums):
             sites.append(site)
             ops_by_input.setdefault((site.module, site.position), set()).update(ops)
+    num_calls = Counter(call.module for call in graph.dataflow.modules)
+    num_sites = Counter((site.module, site.position) for site in sites)
     for (module, position), ops in ops_by_input.items():
-        count = sum(site.module == module and site.position == position for site in sites)
-        if count != graph.num_calls(module):  # a site takes effect in every call of its module
+        if num_sites[module, position] != num_calls[module]:  # a site takes effect in every call of its module
             logical_dims = set[int]().union(*(sharded_dims & graph.operation_dims[i] for i in ops)) or sharded_dims
-            raise ShardingBlockedError(min(logical_dims), f"{module or 'the model'} is called {graph.num_calls(module)} times and not always with it")
+            raise ShardingBlockedError(min(logical_dims), f"{module or 'the model'} is called {num_calls[module]} times and not always with it")
     return sites, list(partial_parameters)
 
 

@@ -86,9 +86,6 @@ class DataflowGraph:
         calls = (m for m in self._consumer_calls.get(value, ()) if not self._layers or self._in_layer(m.module))
         return sorted(calls, key=lambda m: m.end_op - m.first_op)
 
-    def num_calls(self, module: str) -> int:
-        return sum(call.module == module for call in self.dataflow.modules)
-
     def consumer_calls(self, value: int) -> Sequence[ModuleCall]:
         """All module calls that take a value as an input."""
         return self._consumer_calls.get(value, ())
