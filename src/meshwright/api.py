@@ -218,6 +218,8 @@ def _plan_on_rank_zero(
             why = f"{change}\n{why}"
         if not ranking.best.estimate.fits:
             raise RequestError(why.replace("\n", " "))
+        if profile.untraceable:
+            print(f"meshwright: the model was run instead of traced, for data parallelism and ZeRO alone: {profile.untraceable}", file=sys.stderr)
         return ranking.best.plan, why
     except RequestError as error:
         return error

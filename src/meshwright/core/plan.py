@@ -44,9 +44,9 @@ class ModuleInput:
 
 @dataclass(frozen=True)
 class BoundaryActivation:
-    """A value that one pipeline stage sends to the next: the output of module `source` at `position` (or, `at_module_input`, the input of the
-    stage's first module), its consumers, its bytes per sample (or, `is_batch_independent`, for any batch: T5's position bias); on a
-    tensor-parallel grid, the logical dim along `dim` that is sharded."""
+    """A value that one pipeline stage sends to the next: the output of module `source` at `position` (or, `at_module_input`, its input there), its
+    consumers, its bytes per sample (or, `is_batch_independent`, for any batch: T5's position bias); on a tensor-parallel grid, the logical dim
+    along `dim` that is sharded. A value that crosses several boundaries has the same source at all of them."""
 
     source: str
     position: int

@@ -26,6 +26,7 @@ from meshwright.describe.dim_unification import DimMismatchError, LogicalDim, di
 from meshwright.describe.propagation_rules import RuleContext, TensorDims, attention_rule, find_rule, tensor_leaves, unknown_rule
 from meshwright.describe.size_reads import record_size_reads
 from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, TracedOp, TracedTensor
+from meshwright.describe.untraceable import UntraceableError
 
 _TRACED_BATCH = 2
 # Runs Python calls that a function mode does not see; reached only where the attention cannot be decomposed.
@@ -67,8 +68,7 @@ def _trace_loss(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], m
         except RequestError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise RequestError(f"model {type(model).__name__} could not be traced for tensor parallelism: {reason[0][:200]}") from error
+            raise UntraceableError(model, error) from error
         return recorder.build_dataflow(batch)
 
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.nn import init
 from torch.nn.modules import transformer
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Task
@@ -31,6 +33,16 @@ def example_batch(task: Task, batch: int, precision: str = "fp32") -> Batch:
 def example_batch_like(like: Batch, batch: int) -> Batch:
     """A batch with the shapes of `like` and another number of samples."""
     return pytree.tree_map(lambda t: torch.zeros((batch, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) and t.dim() else t, like)
+
+
+def samples_like(like: Batch, model: nn.Module, batch: int) -> Batch:
+    """The first samples of `like`, repeated as often as needed, on the model's device."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[torch.arange(batch, device=tensor.device) % len(tensor)].to(device) if tensor.dim() else tensor.to(device)
+
+    return pytree.tree_map(lambda t: take(t) if torch.is_tensor(t) else t, like)
 
 
 def cached_fake_model(task: Task) -> tuple[nn.Module, FakeTensorMode]:
@@ -84,8 +96,24 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
     """While active, the model's parameters and buffers are fakes on `device`; the model itself is not modified. Needs an active fake mode."""
     named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     fakes = {name: _fake_like(tensor, precision, device) for name, tensor in named}
-    with _reparametrize_module(model, fakes, tie_weights=True), _shape_only_experts(model), _shape_only_masks():
+    with _reparametrize_module(model, fakes, tie_weights=True), _shape_only_experts(model), _shape_only_masks(), _DecidedDraws():
         yield fakes
+
+
+class _DecidedDraws(TorchDispatchMode):
+    """Answers `torch.rand([]) < p` for p ≤ 0, which fake tensors cannot: layers that LayerDrop never drops are always run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.lt.Scalar and args[1] <= 0 and any(args[0] is draw for draw in self._draws):
+            return torch.tensor(False)
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.rand.default and out.numel() == 1:
+            self._draws.append(out)
+        return out
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""From an nn.Module to a ModelProfile: runs its loss once on fake tensors, which have shapes and no memory, and records every operation.
+"""From an nn.Module to a ModelProfile: runs its loss once on fake tensors, which have shapes and no memory, and records every operation. A model
+that reads the values of tensors in Python cannot run on fakes: a copy of it runs on real tensors instead.
 
 [Note: attributing backward]
 A forward operation belongs to the layer whose forward is running. Autograd numbers the nodes it creates, so each layer owns the sequence numbers
@@ -7,6 +8,7 @@ assigned while it ran; a backward operation belongs to the layer that owns the n
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.core.errors import RequestError
@@ -38,6 +40,7 @@ from meshwright.describe.mincut_partitioner import MinCutPartitioner
 from meshwright.describe.op_classification import flops_of, is_zero_cost, kernel_kind
 from meshwright.describe.repeated_blocks import skip_repeated_blocks
 from meshwright.describe.storage_lifetimes import StorageLifetimes
+from meshwright.describe.untraceable import UntraceableError
 
 # These read only the selected rows or elements, not the whole table.
 _GATHER_OPS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.nll_loss_forward}
@@ -48,7 +51,11 @@ def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash",
     """Profile a task's model without allocating it, as it would run on the given `device` type."""
     model, mode = fake_tensors.cached_fake_model(task)
     make_batch = partial(fake_tensors.example_batch, task, precision=precision)
-    profile = _trace_profile(model, task.loss, make_batch, mode, task.name, precision, attention, device)
+    options = task.name, precision, attention, device
+    try:
+        profile = _trace_profile(model, task.loss, make_batch, mode, *options)
+    except UntraceableError as error:
+        profile = _profile_by_running(task.build(), task.loss, make_batch, error, *options)
     return replace(profile, tokens_per_sample=task.tokens_per_sample)
 
 
@@ -57,8 +64,11 @@ def trace_module(
     model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash", device: str = "cpu"
 ) -> ModelProfile:
     """Profile a live model on the shapes of one of its batches. Neither is modified."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _trace_profile(model, loss, partial(fake_tensors.example_batch_like, batch), mode, name, precision, attention, device)
+    mode, options = FakeTensorMode(allow_non_fake_inputs=True), (name, precision, attention, device)
+    try:
+        return _trace_profile(model, loss, partial(fake_tensors.example_batch_like, batch), mode, *options)
+    except UntraceableError as error:
+        return _profile_by_running(copy.deepcopy(model), loss, partial(fake_tensors.samples_like, batch, model), error, *options)
 
 
 def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
@@ -67,9 +77,22 @@ def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
     return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=buffer_specs(model))
 
 
-def _trace_profile(
-    model: nn.Module, loss: Loss, make_batch: Callable[[int], Batch], mode: FakeTensorMode, name: str, precision: str, attention: str, device: str
+def _profile_by_running(
+    model: nn.Module, loss: Loss, make_batch: Callable[[int], Batch], error: UntraceableError, name: str, precision: str, attention: str, device: str
 ) -> ModelProfile:
+    """Profile a model that cannot be traced: two steps of it on real samples. The model's buffers change."""
+    with torch.random.fork_rng():
+        try:
+            profile = _trace_profile(model, loss, make_batch, nullcontext(), name, precision, attention, device)
+        except UntraceableError as failure:
+            raise RequestError(f"model {name} can be neither traced nor run: {failure.reason}") from failure
+    return replace(profile, untraceable=error.reason)
+
+
+def _trace_profile(
+    model: nn.Module, loss: Loss, make_batch: Callable[[int], Batch], mode: FakeTensorMode | nullcontext[None], name: str, precision: str,
+    attention: str, device: str,
+) -> ModelProfile:  # fmt: skip
     layers = find_layers(model)
     runs = [_trace_step(model, layers, loss, make_batch, batch, mode, precision, attention, device) for batch in PROBED_BATCHES]
     (first, counted_loss), (second, _) = runs
@@ -84,18 +107,21 @@ def _trace_profile(
 
 def _trace_step(
     model: nn.Module, layers: list[Layer], loss: Loss, make_batch: Callable[[int], Batch], batch: int,
-    mode: FakeTensorMode, precision: str, attention: str, device: str,
+    mode: FakeTensorMode | nullcontext[None], precision: str, attention: str, device: str,
 ) -> tuple[dict[str, LayerTrace], bool]:  # fmt: skip
-    """Run one forward and backward on fakes; return each layer's trace, and whether the loss is (sum, count)."""
+    """Run one forward and backward, on fakes or on the model's own tensors; return each layer's trace, and whether the loss is (sum, count)."""
+    is_fake = isinstance(mode, FakeTensorMode)
     with ExitStack() as stack:
         stack.enter_context(mode)
-        fakes = stack.enter_context(fake_tensors.fake_parameters(model, precision))
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        fakes = stack.enter_context(fake_tensors.fake_parameters(model, precision)) if is_fake else own
         inputs = make_batch(batch)
         recorder = _ProfileRecorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))], device)
         stack.enter_context(_layer_hooks(layers, recorder))
         stack.enter_context(_release_finished_grads(fakes.values(), recorder.lifetimes))
         representative_of: dict[str, str] = {}
-        stack.enter_context(skip_repeated_blocks(layers, representative_of, recorder.make_marker))
+        if is_fake:  # a skipped block's outputs have no values
+            stack.enter_context(skip_repeated_blocks(layers, representative_of, recorder.make_marker))
         stack.enter_context(fake_tensors.silence_torch_logging())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.on_saved_tensor, lambda t: t))
         stack.enter_context(recorder)
@@ -111,8 +137,7 @@ def _trace_step(
         except RequestError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise RequestError(f"model {type(model).__name__} could not be traced on a batch of {batch}: {reason[0][:200]}") from error
+            raise UntraceableError(model, error) from error
     for name, size in recorder.partitioner.rematerialized_bytes().items():
         recorder.layer_traces[name].rematerialized_bytes = float(size)
     for name, representative in representative_of.items():
@@ -308,6 +333,9 @@ class _FlashCost(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: _ProfileRecorder, causal: bool) -> Tensor:
         # Kernels give the output the query's strides, so that merging heads afterwards copies nothing.
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        if not isinstance(q, FakeTensor):  # a model that runs may read what follows from it
+            with _disable_current_modes():
+                out.zero_()
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.recorder, ctx.kind = recorder, "causal" if causal else "attention"
@@ -322,7 +350,8 @@ class _FlashCost(torch.autograd.Function):
         ctx.recorder.partitioner.mark_read_by_matmul(t.untyped_storage() for t in (q, k, v, out, sums))
         flops = sdpa_backward_flop_count(_as_4d(tuple(out.shape)), *_repeat_kv_shapes(q, k, v))
         ctx.recorder.record_kernel(ctx.kind, float(flops), 2.0 * sum(map(_bytes, (q, k, v, out))))
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+        make = torch.empty_like if isinstance(q, FakeTensor) else torch.zeros_like
+        return make(q), make(k), make(v), None, None
 
 
 def _repeat_kv_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -94,14 +94,15 @@ class PipelineRuntime:
     # -- set-up --
 
     def _drop_remote_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the parameters of other ranks' stages."""
+        """Free the parameters of other ranks' stages. What the model's own code computes from one before a stage's entry is a placeholder, so one
+        that has its shape and no values stays."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         remote = {id(p) for p in self.model.parameters() if not set(self.stages_of_param[names[id(p)]]) & set(self.local_stages)}
         for module in self.model.modules():
             for key, param in list(module._parameters.items()):
                 if param is not None and id(param) in remote:
                     del module._parameters[key]
-                    vars(module)[key] = torch.empty(0, dtype=param.dtype, device=param.device)  # code may read its dtype
+                    vars(module)[key] = _placeholder(param)
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in remote]
 
@@ -126,32 +127,39 @@ class PipelineRuntime:
                         hook = lambda _, *inputs, i=index, a=activation, c=consumer: self._inject_received(i, a, c.position, inputs)  # noqa: E731
                         modules[consumer.module].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             if index and index - 1 in self.local_stages:
-                end_stage = lambda _m, args, kwargs, stage=index - 1: self._end_stage(stage, (args, kwargs))  # noqa: E731
-                modules[stage.entry].register_forward_pre_hook(end_stage, with_kwargs=True, prepend=True)
-                for activation in (a for a in stage.boundary_activations if not a.at_module_input):
-                    modules[activation.source].register_forward_hook(lambda _m, _a, out, a=activation: self._capture_output(a, out))
+                end_stage = lambda *_, stage=index - 1: self._end_stage(stage)  # noqa: E731
+                modules[stage.entry].register_forward_pre_hook(end_stage, prepend=True)
+        sending = [stage for i, stage in enumerate(self.plan.stages) if i - 1 in self.local_stages]
+        for activation in {a.name: a for stage in sending for a in stage.boundary_activations}.values():
+            source = modules[activation.source]
+            if activation.at_module_input:  # before the hook that ends a stage there
+                source.register_forward_pre_hook(lambda _, *inputs, a=activation: self._capture(a, inputs), with_kwargs=True, prepend=True)
+            else:
+                source.register_forward_hook(lambda _m, _a, out, a=activation: self._capture(a, out))
 
     def _skip_module(self, module: Any, name: str) -> None:
         """Intercept the module's calls, before its hooks: return placeholders if an earlier stage has computed it."""
         inner = module._compiled_call_impl or module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._current < 0 or name not in self.plan.stages[self._current].skipped_modules:
+            if self._current < 0 or not self._skips(name):
                 return inner(*args, **kwargs)
             leaves, spec = self._shapes.skipped_outputs[name]
             return pytree.tree_unflatten([leaf() if callable(leaf) else leaf for leaf in leaves], spec)
 
         module._compiled_call_impl = call
 
-    def _end_stage(self, stage: int, inputs: Any) -> None:
+    def _end_stage(self, stage: int) -> None:
         if self._current == stage:
-            for activation in (a for a in self.plan.stages[stage + 1].boundary_activations if a.at_module_input):
-                self._boundary_values[activation.name] = _tensor_leaves(inputs)[activation.position]
             raise _StageEndError
 
-    def _capture_output(self, activation: BoundaryActivation, output: Any) -> None:
-        if self._current >= 0 and activation.source not in self.plan.stages[self._current].skipped_modules:
-            self._boundary_values[activation.name] = _tensor_leaves(output)[activation.position]
+    def _capture(self, activation: BoundaryActivation, tree: Any) -> None:
+        """Keep a boundary activation where it is computed. One that was received stays: the model's own code has only placeholders of it."""
+        if self._current >= 0 and activation.name not in self._boundary_values and not self._skips(activation.source):
+            self._boundary_values[activation.name] = _tensor_leaves(tree)[activation.position]
+
+    def _skips(self, module: str) -> bool:
+        return module in self.plan.stages[self._current].skipped_modules
 
     def _inject_received(self, stage: int, activation: BoundaryActivation, position: int, inputs: Any) -> Any:
         return map_tensor_at(inputs, position, lambda _: self._boundary_values[activation.name]) if self._current == stage else None
@@ -393,6 +401,13 @@ def _free_buffers(infos: Any) -> None:
 def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:
     """The ops of tensors that require grad. torch 2.11 sends a gradient, which is dropped, for every other one too; later versions do not."""
     return list(itertools.compress(ops, needs_grad)) if len(ops) == len(needs_grad) else ops
+
+
+def _placeholder(param: nn.Parameter) -> Tensor:
+    """A tensor of the parameter's shape and dtype that takes no memory. It is NaN where there is one, so that a value that nobody should have used
+    shows in the loss."""
+    value = torch.zeros((), dtype=param.dtype, device=param.device)
+    return (value.fill_(torch.nan) if param.is_floating_point() else value).expand(param.shape)
 
 
 def _tensor_leaves(tree: Any) -> list[Tensor]:

@@ -134,7 +134,7 @@ def _place_sites(
         layer = next((call for call, consumers in inside if call.first_op <= index < call.end_op and consumers <= ops), None)
         if layer is None:
             op = graph.op(index)
-            logical_dims = sharded_dims & graph.operation_dims[index] or {partial_sums[v] for v in op.inputs if v in partial_sums}
+            logical_dims = sharded_dims & graph.operation_dims[index] or {partial_sums[v] for v in op.inputs if v in partial_sums} or sharded_dims
             raise ShardingBlockedError(min(logical_dims), f"{op.name} in {op.module or 'the loss'} combines it with an unsharded activation")
         layers[layer.first_op, layer.end_op] = layer
     outer = [m for m in layers.values() if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in layers.values())]

@@ -43,7 +43,7 @@ def explain(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
     if not best.estimate.fits:
         return explain_oom(ranking, retrace)
     budget = _TimeBudget(_TIME_BUDGET_S)
-    lines = [_describe_choice(best), *_explain_mechanisms(ranking, budget), *_describe_unequal_split(ranking)]
+    lines = [_describe_choice(best), *_describe_untraceable(ranking), *_explain_mechanisms(ranking, budget), *_describe_unequal_split(ranking)]
     lines += [_describe_breakdown(best), _describe_bottleneck(ranking), _describe_memory(ranking), *ranking.tuning_notes]
     if ranking.runner_up is not None:
         lines.append(_describe_runner_up(best, ranking.runner_up))
@@ -65,6 +65,12 @@ def _describe_choice(best: ScoredPlan) -> str:
     estimate = best.estimate
     rate = f"{estimate.tokens_per_s:,.0f} tokens/s" if estimate.tokens_per_s else f"{estimate.samples_per_s:,.0f} samples/s"
     return f"Chosen: {best.plan.summary()}: {show_seconds(estimate.step_s)} a step (± {estimate.error:.0%}), {rate}."
+
+
+def _describe_untraceable(ranking: Ranking) -> list[str]:
+    if not (reason := ranking.profile.untraceable):
+        return []
+    return [f"Not traced: {reason}. A copy of the model ran instead; only data parallelism and ZeRO were considered, without recomputation."]
 
 
 # -- why this plan --

@@ -9,7 +9,10 @@ _MIN_UNIT_SHARE = 0.05  # a layer that holds less of the parameters than this is
 
 
 def choose_units(profile: ModelProfile) -> tuple[str, ...]:
-    """The repeated blocks; in a model without repeated blocks, the layers with more than `_MIN_UNIT_SHARE` of the parameters."""
+    """The repeated blocks; in a model without repeated blocks, the layers with more than `_MIN_UNIT_SHARE` of the parameters. None in a model whose
+    code reads values: a rank may skip a block that others run, and would never join its collectives."""
+    if profile.untraceable:
+        return ()
     blocks = tuple(layer.name for layer in profile.layers if layer.block)
     if blocks:
         return blocks

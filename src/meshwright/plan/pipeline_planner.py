@@ -130,13 +130,41 @@ def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[str]:
 def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _BoundarySharding) -> list[_Boundary]:
     """Boundaries at which every crossing value can be sent: a module before returns it, and modules after take it as an input."""
     index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), (), lambda: _BoundaryIndex(dataflow))
+    calls = [index.graph.calls_by_module.get(name, []) for name in layers[1:]]
+    entries = [call for call, *others in filter(None, calls) if not others and call.first_op > 0]
+    sources = _find_sources(index, entries)
     boundaries = []
-    for name in layers[1:]:
-        calls = index.graph.calls_by_module.get(name, [])
-        if len(calls) == 1 and calls[0].first_op > 0 and (activations := _boundary_activations(index, calls[0], sharding)):
-            finished = dict.fromkeys(m.module for m in index.finished_modules(calls[0].first_op))
-            boundaries.append(_Boundary(calls[0], activations, tuple(finished)))
+    for entry in entries:
+        if activations := _boundary_activations(index, entry, sources, sharding):
+            finished = dict.fromkeys(m.module for m in index.finished_modules(entry.first_op))
+            boundaries.append(_Boundary(entry, activations, tuple(finished)))
     return boundaries
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a value that crosses boundaries is read: a module's output, or its input."""
+
+    module: str
+    position: int
+    at_module_input: bool
+
+
+def _find_sources(index: _BoundaryIndex, entries: Sequence[ModuleCall]) -> dict[int, _Source]:
+    """By value, its source: the largest module that has returned it at the first boundary that it crosses, or else that boundary's entry. It is the
+    same at every boundary: a stage that receives a value sends what it received, and not what its own code made of placeholders."""
+    sources: dict[int, _Source] = {}
+    for entry in entries:
+        for value in (v for v in index.crossing_values(entry.first_op) if v not in sources):
+            # An `entry` without operations (dropout with p=0) also ends at its own first_op.
+            before = [m for m in index.graph.producer_calls(value) if m.end_op <= entry.first_op and m is not entry]
+            before = [m for m in before if len(index.graph.calls_by_module[m.module]) == 1]
+            if before:
+                largest = max(before, key=lambda m: m.end_op - m.first_op)
+                sources[value] = _Source(largest.module, largest.outputs.index(value), at_module_input=False)
+            elif value in entry.inputs:
+                sources[value] = _Source(entry.module, entry.inputs.index(value), at_module_input=True)
+    return sources
 
 
 class _BoundaryIndex:
@@ -184,7 +212,9 @@ def _depends_on_parameters(dataflow: Dataflow) -> list[bool]:
     return depends
 
 
-def _boundary_activations(index: _BoundaryIndex, entry: ModuleCall, sharding: _BoundarySharding) -> tuple[BoundaryActivation, ...]:
+def _boundary_activations(
+    index: _BoundaryIndex, entry: ModuleCall, sources: Mapping[int, _Source], sharding: _BoundarySharding
+) -> tuple[BoundaryActivation, ...]:
     """The activations that cross the boundary before `entry`; empty if one of them is not available as an input or output of a module."""
     graph, flow = index.graph, index.graph.dataflow
     activations = []
@@ -193,20 +223,15 @@ def _boundary_activations(index: _BoundaryIndex, entry: ModuleCall, sharding: _B
         outer = [m for m in after if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in after)]
         tensor = flow.values[value]
         sharded_dim = sharding.sharding_of(value, tensor.logical_dims)
-        if sharded_dim is None or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
+        source = sources.get(value)
+        if sharded_dim is None or source is None or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
             return ()
         fixed = flow.sample_dims.isdisjoint(s for dim in tensor.logical_dims for s in dim)
         size = math.prod(tensor.shape) * tensor.itemsize / (1 if fixed else flow.batch)
         size /= sharding.cp if any(sharding.sequence_dim in dim for dim in tensor.logical_dims) else 1
-        # An `entry` without operations (dropout with p=0) also ends at its own first_op.
-        before = [m for m in graph.producer_calls(value) if m.end_op <= entry.first_op and m is not entry]
-        sources = [m for m in before if len(graph.calls_by_module[m.module]) == 1]
-        if not sources and value not in entry.inputs:
-            return ()
-        source = max(sources, key=lambda m: m.end_op - m.first_op, default=entry)
-        position = (source.outputs if sources else entry.inputs).index(value)
         consumers = tuple(ModuleInput(m.module, m.inputs.index(value)) for m in outer)
-        activations.append(BoundaryActivation(source.module, position, consumers, size, not sources, *sharded_dim, fixed, tensor.needs_grad))
+        where = source.module, source.position, consumers, size, source.at_module_input
+        activations.append(BoundaryActivation(*where, *sharded_dim, fixed, tensor.needs_grad))
     return tuple(activations)
 
 

@@ -1,0 +1,136 @@
+"""One cell of the sweep in `families.py`, on one rank: a model under a plan, four AdamW steps, beside the same steps on one device."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import meshwright as mw
+from family_models import BATCH, Family, Loss, all_families, build
+from meshwright.core.errors import RequestError
+
+MESHES = {
+    "dp": {"mesh": "dp=2"},
+    "zero3": {"mesh": "shard=2", "zero": 3},
+    "tp": {"mesh": "tp=2"},
+    "pp": {"mesh": "pp=2"},
+}
+STEPS, LEARNING_RATE = 4, 1e-3
+TOLERANCE = 1e-4  # relative, of losses and gradient norms; wider where one device differs from itself by more than a tenth of it
+_families: dict[str, Family] = {}
+_references: dict[str, tuple[nn.Module, Any, Loss, list[float], float]] = {}  # model, batch, loss, expected numbers, tolerance: of the last family
+
+
+def families() -> dict[str, Family]:
+    if not _families:
+        _families.update({family.key: family for family in all_families()})
+    return _families
+
+
+def reference(rank: int, world: int, init_method: str, key: str) -> dict[str, Any]:
+    """Build a model and train it on one device; what `run_cell` compares with. Says why a model is not in the sweep."""
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    _references.clear()
+    try:
+        model, batch, loss = build(families()[key])
+        expected = _train_alone(model, batch, loss, seed=0)
+        if not all(np.isfinite(expected)):
+            raise ValueError("not finite on one device")
+        if not np.allclose(expected, _train_alone(model, batch, loss, seed=1), rtol=1e-6):
+            raise ValueError("draws random numbers")
+        if sum(p.requires_grad for p in model.parameters()) == 0:
+            raise ValueError("nothing to train")
+    except Exception as error:
+        return {"built": False, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    order = torch.arange(BATCH).flip(0)
+    turned = pytree.tree_map(lambda t: t[order] if torch.is_tensor(t) else t, batch)
+    noise = _difference(expected, _train_alone(model, turned, loss, seed=0))  # rounding in another order
+    _references[key] = (model, batch, loss, expected, max(TOLERANCE, 10 * min(noise, 1e-3)))
+    return {
+        "built": True, "class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters()), "noise": noise,
+        "batch_norm": any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()), "seconds": time.monotonic() - started,
+    }  # fmt: skip
+
+
+def run_cell(rank: int, world: int, init_method: str, key: str, cell: str) -> dict[str, Any]:
+    """{"status": equal, wrong or refused, …}; whatever else goes wrong raises."""
+    model, batch, loss, expected, tolerance = _references[key]
+    started = time.monotonic()
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    try:
+        model = copy.deepcopy(model)
+        decision: list[Any] = [_plan(model, batch, loss, world, **MESHES[cell])] if rank == 0 else [None]
+        dist.broadcast_object_list(decision, src=0)
+        if isinstance(decision[0], str):
+            return {"status": "refused", "why": decision[0], "seconds": time.monotonic() - started}
+        full = {name: p.numel() for name, p in model.named_parameters()}
+        _seed(0)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+        try:
+            run = mw.prepare(model, optimizer, [batch] * STEPS, loss_fn=loss, plan=decision[0], clip=1e9)
+        except RequestError as error:
+            return {"status": "refused", "why": str(error), "seconds": time.monotonic() - started}
+        found: list[float] = []
+        for part in run.loader:
+            result = run.session.step(part, loss, total=run.loader.global_batch)
+            assert result.grad_norm is not None
+            found += [float(result.loss), float(result.grad_norm)]
+        difference = _difference(expected, found)
+        units = decision[0].memory.units
+        inside = {n: p for n, p in model.named_parameters() if any(n.startswith(f"{unit}.") for unit in units)}
+        cut = sum(full[n] for n, p in inside.items() if p.numel() < full[n]) / max(sum(full[n] for n in inside), 1)
+        return {
+            "status": "equal" if difference <= tolerance else "wrong", "difference": difference, "tolerance": tolerance, "cut": cut,
+            "plan": decision[0].summary(), "seconds": time.monotonic() - started,
+        } | ({} if difference <= tolerance else {"expected": expected, "found": found})  # fmt: skip
+    finally:
+        dist.destroy_process_group()
+
+
+def _plan(model: nn.Module, batch: Any, loss: Loss, world: int, mesh: str, **constraints: Any) -> Any:
+    """The best plan on a mesh, or why there is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return mw.plan_for(model, batch, loss, world=world, mesh=mw.Mesh.parse(mesh), **constraints).best.plan
+    except RequestError as error:
+        return str(error)
+
+
+def _train_alone(model: nn.Module, batch: Any, loss: Loss, seed: int) -> list[float]:
+    """The losses and gradient norms of four steps in a plain loop."""
+    model = copy.deepcopy(model)
+    _seed(seed)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer, numbers = torch.optim.AdamW(parameters, lr=LEARNING_RATE), []
+    for _ in range(STEPS):
+        value = loss(model, batch)
+        value.backward()
+        norms: list[Tensor] = [p.grad.norm() for p in parameters if p.grad is not None]
+        numbers += [float(value.detach()), float(torch.stack(norms).norm())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _difference(expected: list[float], found: list[float]) -> float:
+    """The largest relative difference; a tenth of it for gradient norms, which amplify rounding."""
+    pairs = zip(expected, found, strict=True)
+    parts = [abs(a - b) / max(abs(a), 1e-6) * (0.1 if i % 2 else 1.0) for i, (a, b) in enumerate(pairs)]
+    return max(float("inf") if part != part else part for part in parts)
