@@ -592,7 +592,7 @@ def test_a_live_model_stays_as_it_was(fails: bool) -> None:
         return value
 
     if fails:
-        with pytest.raises(RequestError, match="Noted could not be traced on a batch of 2: no such thing"):
+        with pytest.raises(RequestError, match="noted can be neither traced nor run: no such thing"):
             trace_module(model, loss, batch, name="noted")
     else:
         assert trace_module(model, loss, batch, name="noted").parameters == 4 * (72 + 16)

@@ -76,7 +76,7 @@ class Operation:
     indivisible_dims: tuple[int, ...] = ()
     call_index: int = -1  # index into Dataflow.sized_calls
     function: str = ""  # the function in the model's code that issued it
-    int_args: tuple[int, ...] = ()  # slice: dim, start and step; range: start and step; loss: its reduction
+    int_args: tuple[int, ...] = ()  # slice: dim, start and step; range: start and step; convolution: groups; loss: its reduction
     window: SlidingWindow | None = None
 
 

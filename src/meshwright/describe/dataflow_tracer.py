@@ -268,6 +268,8 @@ def _op_constants(name: str, arguments: dict[str, Any]) -> tuple[int, ...]:
     if name == "arange":
         constants = arguments.get("start", 0), arguments.get("step", 1)
         return constants if all(isinstance(n, int) for n in constants) else ()
+    if name == "convolution":
+        return (arguments["groups"],)
     return (arguments["reduction"],) if isinstance(arguments.get("reduction"), int) else ()
 
 

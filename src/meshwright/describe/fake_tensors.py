@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import init
 from torch.nn.modules import transformer
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Task
@@ -100,18 +100,19 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
         yield fakes
 
 
-class _DecidedDraws(TorchDispatchMode):
+class _DecidedDraws(TorchFunctionMode):
     """Answers `torch.rand([]) < p` for p ≤ 0, which fake tensors cannot: layers that LayerDrop never drops are always run."""
 
     def __init__(self) -> None:
         super().__init__()
         self._draws: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.lt.Scalar and args[1] <= 0 and any(args[0] is draw for draw in self._draws):
-            return torch.tensor(False)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._draws and func in (torch.Tensor.lt, torch.Tensor.__lt__) and any(args[0] is draw for draw in self._draws):
+            if not torch.is_tensor(args[1]) and args[1] <= 0:
+                return False
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.rand.default and out.numel() == 1:
+        if func is torch.rand and out.numel() == 1:
             self._draws.append(out)
         return out
 

@@ -92,6 +92,9 @@ def shard_model(model: nn.Module, optimizer: Optimizer, plan: Plan, groups: Proc
                 shards.placements.setdefault(parameter_shard.parameter, []).append(placement)
     sync_rng_state(groups.tp, plan.device)
     shard_tensors(model, optimizer, shards.placements, shards.shard)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and f"{name}.weight" in shards.placements:
+            module.groups = module.weight.shape[0]  # only depthwise convolutions are sharded: a group for each channel
     deferred = _deferred_layers(model, plan)
     for axis, policy in plan.tensor_policies:
         _install_collectives(model, policy, groups.get(axis), deferred, cache, eager_decorator(plan.compile != "none"))

@@ -17,6 +17,9 @@ _VIEW_OPS = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "cl
 _LINEAR_OPS = frozenset((*_VIEW_OPS, "mul", "mul_", "div", "div_", "neg", "sum", "mean", "slice", "select", "index", "index_select"))
 _ADD_OPS = frozenset(("add", "add_", "sub", "sub_", "index_add", "index_add_", "scatter_add", "scatter_add_"))
 _ZERO_OPS = frozenset(("zeros", "zeros_like", "new_zeros"))
+# Operations whose new dims may be of any length: the sizes in the model's code are rewritten, and all elements are alike.
+_FILL_OPS = frozenset((*_ZERO_OPS, "empty", "empty_like", "new_empty", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "expand"))
+_REPEAT_FUNCTIONS = ("repeat", "tile")  # take how often, not a size
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class DataflowGraph:
                 self.consumers.setdefault(value, []).append(index)
             for value in op.outputs:
                 self.producer.setdefault(value, index)
-        largest_first = sorted(dataflow.modules, key=lambda m: m.first_op - m.end_op)
+        # Of calls with the same operations the inner one ended first: it comes last here.
+        largest_first = sorted(reversed(dataflow.modules), key=lambda m: m.first_op - m.end_op)
         self.innermost_call = {op: call for call in largest_first for op in range(call.first_op, call.end_op)}
         self.calls_by_module: dict[str, list[ModuleCall]] = {}  # by module name
         self.enclosing_calls: list[list[ModuleCall]] = [[] for _ in dataflow.operations]  # by operation
@@ -71,6 +75,17 @@ class DataflowGraph:
             sliced = self.value_dims[op.inputs[0]] if op.name in SLICE_OPS and op.call_index < 0 and op.inputs else ()
             for logical_dim in {*op.contracted_dims, *op.indivisible_dims, *sliced}:
                 self.constraining_ops.setdefault(logical_dim, []).append(index)
+        self.depthwise_ops: dict[int, list[int]] = {}  # logical dim → convolutions whose groups are its indices
+        for index, op in enumerate(dataflow.operations):
+            if op.name == "convolution" and op.int_args[0] > 1:
+                for logical_dim in self.value_dims[op.outputs[0]] & self.value_dims[op.inputs[1]]:
+                    self.depthwise_ops.setdefault(logical_dim, []).append(index)
+        self.created_by: dict[int, Operation] = {}  # logical dim → an operation that makes all of it, whatever its inputs are
+        for op in dataflow.operations:
+            before = frozenset().union(*(self.value_dims[v] for v in op.inputs))
+            fills = op.name in _FILL_OPS and op.function not in _REPEAT_FUNCTIONS
+            for logical_dim in frozenset().union(*(self.value_dims[v] for v in op.outputs)) - before if not fills else ():
+                self.created_by.setdefault(logical_dim, op)
         self.total_numel = sum(w.numel for w in self.parameters)
         self.parameter_of: dict[int, str] = {w.value: w.name for w in self.parameters}  # parameters and views of them → the parameter's name
         for op in dataflow.operations:
@@ -126,6 +141,8 @@ class DataflowGraph:
             return None
         if call.kind in ("linear", "conv"):
             return call, frozenset()
+        if any(self.dataflow.values[v].floating and logical_dim not in self.value_dims[v] for v in op.inputs):
+            return None  # the product adds a bias, which every rank would add
         partial = set(op.outputs)
         for i, later in enumerate(self.dataflow.operations[index + 1 :], index + 1):
             inputs = partial.intersection(later.inputs)

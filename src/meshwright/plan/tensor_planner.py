@@ -103,7 +103,7 @@ def _choose_logical_dims(graph: DataflowGraph, axis: _TensorAxis, placements: Pl
         numel.update(dict.fromkeys(graph.value_dims[parameter.value], parameter.numel))
     sharded: set[str] = set()
     chosen: list[int] = []
-    for logical_dim in sorted(numel.keys() - axis.blocked_dims.keys(), key=lambda s: (-numel[s], s)):
+    for logical_dim in sorted({s for s in numel if numel[s]} - axis.blocked_dims.keys(), key=lambda s: (-numel[s], s)):
         names = [shard.parameter for shard in graph.parameter_shards(logical_dim)]
         reason = _blocking_reason(graph, logical_dim, axis, placements)
         if reason or len(names) != len(set(names)):
@@ -131,6 +131,12 @@ def _blocking_reason(graph: DataflowGraph, logical_dim: int, axis: _TensorAxis, 
             return f"{op.name} in {op.module or 'the loss'} sums over it outside a layer"
         if op.name in SLICE_OPS and op.call_index < 0 and _slices_dim(graph, op, logical_dim):
             return f"the code of {op.module or 'the model'} slices it at a fixed index"
+    for index in graph.depthwise_ops.get(logical_dim, ()):
+        call = graph.innermost_call.get(index)
+        if call is None or call.kind != "conv":
+            return f"the code of {flow.operations[index].module or 'the model'} convolves its channels one by one"
+    if (creator := graph.created_by.get(logical_dim)) is not None:
+        return f"{creator.name} in {creator.module or 'the model'} makes all of it"
     if any(logical_dim in graph.value_dims[v] for v in flow.outputs):
         return "the model returns it"
     if logical_dim in graph.input_dims:
