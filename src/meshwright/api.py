@@ -38,7 +38,7 @@ from meshwright.execute.own_loop import OwnLoop, check_optimizer
 from meshwright.execute.process_groups import ProcessGroups, make_process_groups, register_backend
 from meshwright.execute.rank_loader import RankLoader, current_loader, latest_loader, prepare_loaders, used_loaders
 from meshwright.execute.session import Session, sample_count
-from meshwright.execute.sharded_gradients import follow_sharded_gradients
+from meshwright.execute.sharded_gradients import clip_grad_norm_, follow_sharded_gradients
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, detect_launched_rank, join_process_group
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.knobs import config_from_environment, constraints_from_config
@@ -110,7 +110,9 @@ class Run:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to a norm of at most `max_norm`, in your own loop; returns the norm before that, over all ranks."""
-        return self.session.applied.clip_gradients(max_norm)
+        if self._own_loop.refusal:
+            raise RequestError(self._own_loop.refusal)
+        return clip_grad_norm_(self.session.model.parameters(), max_norm)
 
     def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
         """The mean loss without gradients, reduced over ranks; `batches` are global batches, of which each rank takes its share."""
@@ -175,8 +177,7 @@ def _by_type(objects: Sequence[Any]) -> _Prepared:
 def gather(value: Any) -> Any:
     """A tensor, or each tensor of a tree, of all data ranks: concatenated along dim 0 in the order of the global batch's samples. A number or a
     tensor without dims becomes a tensor with one entry a data rank. Collective: every rank calls it, for a batch of the loader that it iterates."""
-    loader = _current_loader("gather")
-    return value if loader is None else gather_metrics.gather(value, loader)
+    return gather_metrics.gather(value, _current_loader("gather"))
 
 
 def mean(value: Any, loader: Iterable[Batch] | None = None) -> Any:
@@ -185,7 +186,7 @@ def mean(value: Any, loader: Iterable[Batch] | None = None) -> Any:
     found = loader if isinstance(loader, RankLoader) else _current_loader("mean")
     if loader is None and found is not None and not found.is_open and len({other.share.weight for other in used_loaders() if other.share}) > 1:
         raise RequestError("mw.mean: the loops are over, and their last batches were split differently: name the loader, mw.mean(loss, train_loader)")
-    return value if found is None else gather_metrics.mean(value, found)
+    return gather_metrics.mean(value, found)
 
 
 def is_first() -> bool:

@@ -115,8 +115,7 @@ class AppliedPlan:
                 comm.sync.all_reduce(gradient, f"tied/{name}").wait()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradient down to a norm of at most `max_norm` and return its norm before that. Correct under every plan, which
-        `torch.nn.utils.clip_grad_norm_` is not: under ZeRO-1 and 2 a rank holds only its shard of the gradient."""
+        """Scale the gradient down to a norm of at most `max_norm` and return its norm before that. Correct under every plan, pipelines too."""
         if self.gradient_sync:
             self.gradient_sync.finish()
         norm = self.squared_norm().sqrt()

@@ -17,25 +17,25 @@ from meshwright.execute.rank_loader import RankLoader
 _MAX_DIMS = 8
 
 
-def gather(value: Any, loader: RankLoader) -> Any:
+def gather(value: Any, loader: RankLoader | None) -> Any:
     """Concatenate a tensor, or each tensor of a tree, along dim 0 over data ranks, in the order of the samples. A number or a tensor without dims
-    becomes a tensor with one entry a data rank. While the loader is iterated, copies of samples are left out. Collective."""
+    becomes a tensor with one entry a data rank. While the loader is iterated, copies of samples are left out. No loader: there is one rank."""
     leaves, spec = pytree.tree_flatten(value)
-    tensors = [_as_rows(leaf, loader.device) for leaf in leaves]
-    if not tensors or loader.groups is None or loader.groups.data.size == 1:
+    tensors = [_as_rows(leaf, loader) for leaf in leaves]
+    if not tensors or loader is None or loader.groups is None or loader.groups.data.size == 1:
         return pytree.tree_unflatten(tensors, spec)
     shapes = _all_shapes(tensors, loader.groups.data)
     members = _members_in_order(loader)
     return pytree.tree_unflatten([_gather_rows(t, [s[i] for s in shapes], members, loader.groups.data) for i, t in enumerate(tensors)], spec)
 
 
-def mean(value: Any, loader: RankLoader) -> Any:
+def mean(value: Any, loader: RankLoader | None) -> Any:
     """The mean over the global batch that the loader yielded last, of values that are means over this rank's samples. Collective."""
 
     def reduce(leaf: Any) -> Tensor:
-        tensor = _as_tensor(leaf, loader.device)
+        tensor = _as_tensor(leaf, loader)
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        if loader.groups is None or loader.groups.data.size == 1 or loader.share is None:
+        if loader is None or loader.groups is None or loader.groups.data.size == 1 or loader.share is None:
             return tensor
         tensor *= loader.share.weight / loader.plan.mesh.cp
         loader.groups.data.sync.all_reduce(tensor, "mean").wait()
@@ -78,14 +78,14 @@ def _gather_rows(tensor: Tensor, shapes: Sequence[tuple[int, ...]], members: Seq
     return torch.cat([every[i * rows : i * rows + sizes[i]] for i in members])
 
 
-def _as_rows(leaf: Any, device: torch.device) -> Tensor:
-    tensor = _as_tensor(leaf, device)
+def _as_rows(leaf: Any, loader: RankLoader | None) -> Tensor:
+    tensor = _as_tensor(leaf, loader)
     if tensor.dim() > _MAX_DIMS:
         raise RequestError(f"mw.gather: a tensor has {tensor.dim()} dims, and at most {_MAX_DIMS} are gathered: reshape it")
     return tensor.reshape(1) if not tensor.dim() else tensor
 
 
-def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
+def _as_tensor(leaf: Any, loader: RankLoader | None) -> Tensor:
     if not torch.is_tensor(leaf) and not isinstance(leaf, (bool, int, float)):
         raise RequestError(f"mw.gather and mw.mean take tensors, numbers, and lists, tuples and dicts of them, not {type(leaf).__name__}")
-    return torch.as_tensor(leaf, device=device).detach()
+    return torch.as_tensor(leaf, device=loader.device if loader is not None else None).detach()

@@ -195,7 +195,7 @@ class Session:
             self.applied.random_keys.set(self.seed, -1 - index, mine.first_sample if mine else self._first_sample)
             with self._running():
                 value = self._evaluate(batch, loss_fn)
-            if value is not None:
+            if value is not None or self.applied.pipeline is None:
                 loss_sum, count = checked_loss(value) if isinstance(value, tuple) else (checked_loss(value) * size, size)
                 sums += torch.tensor([float(loss_sum), float(count)], dtype=torch.float64) / (mine.copies if mine else 1)
         self.model.train(was_training)

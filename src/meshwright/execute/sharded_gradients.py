@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.core.errors import RequestError
 from meshwright.execute.apply import AppliedPlan
-from meshwright.schedule.buckets import ParamReplication
+from meshwright.schedule.buckets import ParamReplication, Slot
 
 _owners = WeakIdKeyDictionary()  # a weak reference to the ShardedGradients of a model, by the parameters that a script may hold
 _KEPT_BY_OPTIMIZER = "_meshwright_sharded_gradients"
@@ -65,22 +65,15 @@ class ShardedGradients:
         return [(p.grad, replication.get(id(p), ParamReplication()).copies) for p in wanted.values() if p.grad is not None]
 
     def _shard_pieces(self, wanted: dict[int, nn.Parameter]) -> Iterator[tuple[Tensor, int]]:
-        """Parts of flat shards' gradients: a whole one where all of its parameters are wanted."""
+        """The parts of flat shards' gradients that are of wanted parameters. Padding is left out: nobody would clear a NaN in it."""
         assert self.applied.gradient_sync is not None
         for bucket in self.applied.gradient_sync.buckets:
-            copies = bucket.layout.replication.copies
             for shard in bucket.optimizer_shards:
-                slots = [bucket.layout.slots[i] for i in shard.slots if id(bucket.params[i]) in wanted]
-                grad = shard.param.grad
-                if grad is None or not slots:
-                    continue
-                if len(slots) == len(shard.slots):
-                    yield grad, copies
-                    continue
-                start = bucket.slices.start + shard.start
-                for slot in slots:
-                    low, high = (min(max(x - start, 0), grad.numel()) for x in (slot.offset, slot.offset + slot.numel))
-                    yield grad[low:high], copies
+                if (grad := shard.param.grad) is not None:
+                    start = bucket.slices.start + shard.start
+                    for low, high in _runs(bucket.layout.slots[i] for i in shard.slots if id(bucket.params[i]) in wanted):
+                        low, high = (min(max(x - start, 0), grad.numel()) for x in (low, high))
+                        yield grad[low:high], bucket.layout.replication.copies
 
     def reduce_norm(self, pieces: Sequence[tuple[Tensor, int]], norm_type: float) -> Tensor:
         """The norm over all ranks, to the power of its type where that is finite."""
@@ -113,6 +106,15 @@ def _zero_shards_too(applied: AppliedPlan) -> None:
         optimizer.zero_grad(set_to_none)
 
     model.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _runs(slots: Iterable[Slot]) -> list[tuple[int, int]]:
+    """(start, end) of the stretches of a flat buffer that these slots fill."""
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        start = runs.pop()[0] if runs and runs[-1][1] == slot.offset else slot.offset
+        runs.append((start, slot.offset + slot.numel))
+    return runs
 
 
 # -- torch's functions --
