@@ -350,9 +350,11 @@ def _example_batch(loader: Iterable[Batch]) -> Batch:
         if not count:
             raise RequestError("the loader yields nothing: its data set is empty")
         return loader.collate_fn([loader.dataset[i] for i in range(count)])
+    if iter(loader) is loader:
+        raise RequestError("prepare reads a batch to plan with, and a generator would lose it: give it a DataLoader or a list, or a plan")
     for batch in loader:
         return batch
-    raise RequestError("the loader yields nothing: its data set is empty, or it is a generator at its end")
+    raise RequestError("the loader yields nothing: its data set is empty")
 
 
 def _report_plan(plan: Plan, why: str, launched: LaunchedRank) -> None:

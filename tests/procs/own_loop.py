@@ -194,8 +194,9 @@ def state_alone(loop: str, **made: Any) -> dict[str, float]:
 # -- several models --
 
 
-def adversaries(prepare: Callable[..., Any] | None = None) -> list[float]:
-    """A generator and a discriminator that take turns on one loader; the discriminator is frozen every other time in the generator's turn."""
+def adversaries(prepare: Callable[..., Any] | None = None, again: bool = False) -> list[float]:
+    """A generator and a discriminator that take turns on one loader; the discriminator is frozen every other time in the generator's turn. The
+    generator is prepared with the loader `again`, or without one."""
     torch.manual_seed(0)
     maker: Any = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, FEATURES)).double()
     judge: Any = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 1)).double()
@@ -203,7 +204,10 @@ def adversaries(prepare: Callable[..., Any] | None = None) -> list[float]:
     loader: Any = DataLoader(samples(29), BATCH, shuffle=True)
     if prepare is not None:
         judge, judging, loader = prepare(judge, judging, loader)
-        maker, making = prepare(maker, making)
+        if again:
+            maker, making, loader = prepare(maker, making, loader)
+        else:
+            maker, making = prepare(maker, making)
     found, bce = [], F.binary_cross_entropy_with_logits
     for index, (x, _, _) in enumerate(loader):
         made = maker(x.flip(1))
@@ -227,7 +231,7 @@ def run_adversaries(rank: int, world: int, init_method: str, zero: int, offload:
     with group(rank, world, init_method):
         mesh = mw.Mesh(shard=world) if zero else mw.Mesh(dp=world)
         plan = mw.Plan("t", BATCH, mesh, memory=mw.MemoryPolicy(zero=zero, offload=offload))  # type: ignore[arg-type]
-        return adversaries(lambda *things: mw.prepare(*things, plan=plan))
+        return adversaries(lambda *things: mw.prepare(*things, plan=plan), again=zero == 1)
 
 
 # -- metrics, state, errors --

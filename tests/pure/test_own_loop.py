@@ -126,6 +126,7 @@ def test_what_prepare_refuses() -> None:
     assert "has a DistributedSampler" in refused(model, optimizer, split)
     empty = DataLoader(TensorDataset(torch.empty(0, 3)), 4)
     assert "the loader yields nothing: its data set is empty" in refused(model, optimizer, empty, plan=None, loss_fn=loss_fn)
+    assert "a generator would lose it" in refused(model, optimizer, iter([[torch.randn(4, 3)]]), plan=None)
 
 
 class Nothing(IterableDataset[Any]):

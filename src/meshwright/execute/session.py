@@ -79,11 +79,11 @@ class Session:
         count, num_micro_batches = sample_count(batch), min(self.plan.micro_batches, share.min_samples if share else self.plan.micro_batches)
         if count < num_micro_batches:
             raise RequestError(f"a batch of {count} samples does not split into {num_micro_batches} micro-batches: set micro_batches={max(count, 1)}")
-        self.applied.discard_gradients()
         loss_reducer = _LossReducer(self.plan, self.applied, share.copies if share else 1)
         first_sample = share.first_sample if share else self._first_sample
         micro_batches = list(_split_micro_batches(batch, count, num_micro_batches, first_sample))
         with self._running():
+            self.applied.discard_gradients()
             if self.applied.pipeline is not None:
                 self._run_pipeline(micro_batches, total, loss_fn, loss_reducer)
             else:
