@@ -66,12 +66,10 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 class Script:
     """What a script makes before its loop. `prepare` is None on one device."""
 
-    def __init__(
-        self, count: int = 29, prepare: Callable[..., Any] | None = None, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **net: Any
-    ):
+    def __init__(self, count: int = 29, prepare: Callable[..., Any] | None = None, fused: bool = False, **net: Any) -> None:
         torch.manual_seed(0)
         self.model: Any = Net(**net).double()
-        self.optimizer = optimizer(self.model.parameters(), lr=0.02)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=fused)
         self.scheduler: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
         self.loader: Any = DataLoader(samples(count), BATCH, shuffle=True)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -97,7 +95,7 @@ def clipped(s: Script) -> Iterator[float]:
         loss = F.cross_entropy(s.model(x), y)
         loss.backward()
         yield float(clip_grad_norm_(s.model.parameters(), 0.5))
-        yield float(nn.utils.clip_grad_norm_(s.model.parameters(), 0.2, norm_type=torch.inf))
+        yield float(nn.utils.clip_grad_norm_(parameters=s.model.parameters(), max_norm=0.2, norm_type=torch.inf))
         yield float(nn.utils.clip_grad_norm_([*s.model.up.parameters(), s.model.head.bias], 0.1))
         yield float(clip_grad_norm_([p for group in s.optimizer.param_groups for p in group["params"]], 0.4, norm_type=1.0))
         if index % 2:

@@ -45,6 +45,12 @@ def test_on_four_ranks(pool: Any, plan: dict[str, Any], loop: str) -> None:
     check(pool, loop, plan, world=4, count=25)
 
 
+@pytest.mark.parametrize("plan", ["zero 1", "zero 3", "offload"])
+def test_a_scaler_that_an_optimizers_kernel_reads(pool: Any, plan: str) -> None:
+    """A fused optimizer unscales gradients itself, and skips a step by the flag that ranks agree on."""
+    check(pool, "scaled", PLANS[plan], fused=True)
+
+
 @pytest.mark.parametrize("plan", ["dp", "zero 1", "zero 3"])
 def test_a_closure(pool: Any, plan: str) -> None:
     check(pool, "with_closure", PLANS[plan])

@@ -210,19 +210,21 @@ def _replace(name: str, function: Callable[..., Any] | None) -> None:
     names = wrapper.__code__.co_freevars if hasattr(wrapper, "__code__") else ()
     cells = dict(zip(names, wrapper.__closure__ or (), strict=True))
     original = cells["func"].cell_contents if "func" in cells else wrapper
+    first_argument = "tensors" if function is None else "parameters"
 
-    def dispatch(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         global _calls_torch
-        tensors = [tensors] if torch.is_tensor(tensors) else list(tensors)
+        given = kwargs.pop(first_argument) if first_argument in kwargs else args[0]
+        tensors, others = [given] if torch.is_tensor(given) else list(given), args[1:]
         if not _calls_torch and function is None:
             check_total_norm(tensors)
         if function is not None and any(_owner(t) is not None for t in tensors):
             if "func" not in cells:
                 raise RequestError(f"{name}: torch {torch.__version__} cannot be told that ranks hold parts: call run.clip_grad_norm_(max_norm)")
-            return function(tensors, *args, **kwargs)
+            return function(tensors, *others, **kwargs)
         before, _calls_torch = _calls_torch, True
         try:
-            return original(tensors, *args, **kwargs)
+            return original(tensors, *others, **kwargs)
         finally:
             _calls_torch = before
 
