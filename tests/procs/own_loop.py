@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwright as mw
 from meshwright.execute.full_state import full_state
 from meshwright.zoo.keyed_random import KeyedDropout
+from tests import convolutional
+from tests.procs import expert_models
 
 FEATURES, CLASSES, BATCH = 6, 3, 8
 
@@ -303,3 +305,31 @@ def buffers(rank: int, world: int, init_method: str) -> list[list[float]]:
         script = Script(prepare=lambda *things: mw.prepare(*things, plan=mw.Plan("t", BATCH, mw.Mesh(dp=world))), norm=True)
         list(plain(script))
         return [b.tolist() for name, b in script.model.named_buffers() if "running" in name]
+
+
+# -- experts, tables and blocks of images --
+
+
+def other_models(rank: int, world: int, init_method: str, kind: str, mesh: str, sizes: list[int], **constraints: Any) -> list[float]:
+    """Losses and norms of a loop of one's own over batches of these sizes; without `mesh`, on one device."""
+    with group(rank, world, init_method) if world > 1 else contextlib.nullcontext():
+        torch.manual_seed(0)
+        if kind == "resnet":
+            model, loss = convolutional.build(kind).double(), convolutional.loss
+            batches = [convolutional.batch(kind, size, step) for step, size in enumerate(sizes)]
+        else:
+            model, loss = expert_models.build(kind)
+            model, generator = model.double(), torch.Generator().manual_seed(1)
+            batches = [expert_models.batch(kind, size, generator) for size in sizes]
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), batches
+        if mesh:
+            plan = mw.plan_for(model, batches[0], loss, world=world, mesh=mw.Mesh.parse(mesh), **constraints).best.plan
+            model, optimizer, loader = mw.prepare(model, optimizer, batches, plan=plan)
+        found = []
+        for batch in loader:
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            found += [float(mw.mean(value)), float(clip_grad_norm_(model.parameters(), 0.5))]
+            optimizer.step()
+        return found

@@ -120,3 +120,22 @@ def test_dropout_is_keyed_by_step_and_sample(pool: Any) -> None:
 def test_running_statistics_are_equal_after_a_pass(pool: Any) -> None:
     first, second = pool.run("procs.own_loop:buffers", world=2)
     assert first == second and any(x for values in first for x in values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "constraints"),
+    [("mixture", "ep=2", {}), ("mixture", "shard=2,ep=2", {"zero": 1}), ("tables", "ep=2", {}), ("resnet", "cp=2", {})],
+    ids=str,
+)
+def test_experts_tables_and_blocks(pool: Any, kind: str, mesh: str, constraints: dict[str, Any]) -> None:
+    sizes = [8, 8, 5] if mesh == "cp=2" else [8, 8, 4]
+    expected = pool.run("procs.own_loop:other_models", world=1, kind=kind, mesh="", sizes=sizes)[0]
+    for mine in pool.run("procs.own_loop:other_models", world=Mesh.parse(mesh).size, kind=kind, mesh=mesh, sizes=sizes, **constraints):
+        assert mine == pytest.approx(expected, rel=1e-9)
+
+
+def test_unequal_batches_of_experts_are_refused(pool: Any) -> None:
+    with pytest.raises(
+        RankFailure, match="an expert's gradient mixes the samples of ranks that have different numbers of them: leave out short batches"
+    ):
+        pool.run("procs.own_loop:other_models", world=2, kind="mixture", mesh="ep=2", sizes=[8, 5])
