@@ -333,3 +333,26 @@ def other_models(rank: int, world: int, init_method: str, kind: str, mesh: str, 
             found += [float(mw.mean(value)), float(clip_grad_norm_(model.parameters(), 0.5))]
             optimizer.step()
         return found
+
+
+def refusals(rank: int, world: int, init_method: str) -> dict[str, str]:
+    """What is said where a loop would go wrong on several ranks."""
+    with group(rank, world, init_method):
+        plan, said = mw.Plan("t", BATCH, mw.Mesh(dp=world)), {}
+        net = Net().double()
+        net.up.requires_grad_(False)
+        model, optimizer, loader, short = mw.prepare(
+            net, torch.optim.LBFGS(net.parameters()), DataLoader(samples(16), BATCH), DataLoader(samples(3), BATCH), plan=plan
+        )
+        x, y, _ = next(iter(loader))
+        said["lbfgs"] = told(lambda: optimizer.step(lambda: loss_fn(model, (x, y))))
+        net.up.requires_grad_(True)
+        said["unfrozen"] = told(lambda: optimizer.step(None))
+        for _ in short:
+            said["inside"] = told(lambda: mw.mean(1.0))
+        said["between"] = told(lambda: mw.mean(1.0))
+        said["named"] = told(lambda: mw.mean(1.0, loader))
+        said["shapes"] = told(lambda: mw.gather(torch.zeros(2, 3 + rank)))
+        other = Net().double()
+        said["split"] = told(lambda: mw.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1), loader, plan=plan_for(f"tp={world}")))
+        return said

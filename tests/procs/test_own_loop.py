@@ -139,3 +139,13 @@ def test_unequal_batches_of_experts_are_refused(pool: Any) -> None:
         RankFailure, match="an expert's gradient mixes the samples of ranks that have different numbers of them: leave out short batches"
     ):
         pool.run("procs.own_loop:other_models", world=2, kind="mixture", mesh="ep=2", sizes=[8, 5])
+
+
+def test_what_would_go_wrong_is_said(pool: Any) -> None:
+    for said in pool.run("procs.own_loop:refusals", world=2):
+        assert "LBFGS decides by the loss of one rank" in said["lbfgs"]
+        assert "set requires_grad before prepare" in said["unfrozen"]
+        assert not said["inside"] and not said["named"]
+        assert "name the loader, mw.mean(loss, train_loader)" in said["between"]
+        assert "ranks have tensors of the shapes (2, 3), (2, 4): pad all dims but the first" in said["shapes"]
+        assert "prepared for mesh dp=2, and this model's mesh tp=2 splits a batch differently" in said["split"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -225,3 +227,19 @@ def test_torch_makes_its_functions_as_expected(name: str) -> None:
     """See [Note: what is replaced in torch] in sharded_gradients.py."""
     assert "func" in getattr(clip_grad, name).__code__.co_freevars
     assert hasattr(torch.amp.GradScaler, "_unscale_grads_")
+
+
+def test_a_prepared_model_is_freed_with_its_script() -> None:
+    """What torch's functions look models up in holds none of them."""
+
+    def script() -> list[weakref.ref[Any]]:
+        model, optimizer, loader = mw.prepare(*parts(), plan=Plan("t", 4, memory=mw.MemoryPolicy(offload="optimizer")))
+        for batch in loader:
+            loss_fn(model, batch).backward()
+            assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+            optimizer.step()
+        return [weakref.ref(thing) for thing in (model, optimizer, loader)]
+
+    references = script()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
