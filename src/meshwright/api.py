@@ -1,17 +1,21 @@
-"""The API for a user's own script: prepare(), parallelize(), plan_for(), connect()."""
+"""The API for a user's own script: prepare(), gather(), parallelize(), plan_for(), connect()."""
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from meshwright.core.backends import backend_for, backend_traits
@@ -28,10 +32,13 @@ from meshwright.cost.datasheet_rates import datasheet_calibration
 from meshwright.describe.dataflow_tracer import trace_module_dataflow
 from meshwright.describe.discover import discover
 from meshwright.describe.profile_tracer import profile_parameters_only, trace_module
+from meshwright.execute import gather_metrics
 from meshwright.execute.apply import AppliedPlan, apply
+from meshwright.execute.own_loop import OwnLoop, check_optimizer
 from meshwright.execute.process_groups import ProcessGroups, make_process_groups, register_backend
-from meshwright.execute.rank_loader import RankLoader
+from meshwright.execute.rank_loader import RankLoader, current_loader, latest_loader, prepare_loaders, used_loaders
 from meshwright.execute.session import Session, sample_count
+from meshwright.execute.sharded_gradients import clip_grad_norm_, follow_sharded_gradients
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, detect_launched_rank, join_process_group
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.knobs import config_from_environment, constraints_from_config
@@ -39,13 +46,42 @@ from meshwright.orchestrate.user_strategy import apply_strategy, load_strategy
 from meshwright.plan import Constraints, Ranking, explain, rank_plans
 
 _INIT_TIMEOUT_S = 600.0  # longest wait for a slow rank
+_KINDS: dict[str, Any] = {
+    "model": nn.Module, "optimizer": torch.optim.Optimizer, "schedule": (LRScheduler, ReduceLROnPlateau), "scaler": GradScaler,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What `prepare` was given, by type, and in which order."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loaders: tuple[Iterable[Batch], ...]
+    schedulers: tuple[LRScheduler, ...]
+    scalers: tuple[GradScaler, ...]
+    objects: tuple[Any, ...]
 
 
 class Run:
-    """A prepared run: iterate `loader` and call `step`. The rest of the user's script stays unchanged."""
+    """A prepared run: iterate `loader` and call `step`; or unpack it, in the order in which `prepare` was given things, for a loop of your own."""
 
-    def __init__(self, session: Session, loader: RankLoader, why: str) -> None:
-        self.session, self.loader, self.why = session, loader, why
+    def __init__(self, session: Session, given: _Prepared, loaders: Sequence[RankLoader], why: str, *, reader: RankLoader) -> None:
+        """`loaders` are those of `given`, split over ranks; `reader` is the first, or another run's where this one has none."""
+        self.session, self.loader, self.why = session, reader, why
+        self._given, self._loaders = given, loaders
+        self._own_loop = OwnLoop(session, loaders)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack, for a loop of your own: loaders yield this rank's samples, the rest is what was given, changed in place."""
+        if self._own_loop.refusal:
+            raise RequestError(self._own_loop.refusal)
+        if self.is_first and self.plan.micro_batches > 1:
+            builtins.print(
+                f"meshwright: micro_batches={self.plan.micro_batches} is for run.step; your own loop takes a share at once", file=sys.stderr
+            )
+        prepared = dict(zip(map(id, self._given.loaders), self._loaders, strict=True))
+        return iter([prepared.get(id(thing), thing) for thing in self._given.objects])
 
     @property
     def plan(self) -> Plan:
@@ -61,20 +97,33 @@ class Run:
         return self.rank == 0
 
     def step(self, batch: Batch, loss_fn: Loss) -> torch.Tensor:
-        """Forward, backward, gradient synchronisation, optimizer step. Returns the mean loss over the global batch, the same on every rank."""
-        return self.session.step(batch, loss_fn, total=self.loader.global_batch).loss
+        """Forward, backward, gradient synchronisation, optimizer step, and a step of the schedules that `prepare` was given. Returns the mean loss
+        over the global batch, the same on every rank."""
+        if any(scaler.is_enabled() for scaler in self._given.scalers):
+            raise RequestError("run.step does not use a GradScaler: scale with --set precision=fp16, or write your own loop")
+        share = self._own_loop.share()
+        result = self.session.step(batch, loss_fn, total=share.global_batch if share else None, share=share)
+        for scheduler in self._given.schedulers if not result.skipped else ():
+            if not isinstance(scheduler, ReduceLROnPlateau):  # it wants a metric, which is the script's
+                scheduler.step()
+        return result.loss
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradient down to a norm of at most `max_norm`, in your own loop; returns the norm before that, over all ranks."""
+        if self._own_loop.refusal:
+            raise RequestError(self._own_loop.refusal)
+        return clip_grad_norm_(self.session.model.parameters(), max_norm)
 
     def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
         """The mean loss without gradients, reduced over ranks; `batches` are global batches, of which each rank takes its share."""
-        loader = RankLoader(batches, self.plan, self.rank, seed=self.session.seed, device=self.loader.device, num_micro_batches=1)
-        return self.session.validate(loader, loss_fn)
+        if not isinstance(batches, RankLoader):
+            batches = self.loader.split_also(batches, num_micro_batches=1)
+        loader = batches
+        return self.session.validate(loader, loss_fn, lambda: loader.share)
 
 
 def prepare(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: Iterable[Batch],
-    *,
+    *objects: Any,
     loss_fn: Loss | None = None,
     plan: Plan | str | Path | None = None,
     strategy: Strategy | PlanTransform | str | None = None,
@@ -83,22 +132,93 @@ def prepare(
 ) -> Run:
     """Plan (or take the launcher's plan) and apply the plan to the model in place. With `loss_fn` the planner also accounts for activations.
 
+    `objects` are a model, its optimizer and a loader, and what else the loop uses, in any order: learning rate schedules, further loaders, a
+    `GradScaler`. The first loader's batch is the global batch of the plan; a model without one is trained on the loader of an earlier call.
     `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or its reference FILE.py:NAME.
     """
+    given = _by_type(objects)
     launched = _init_process_group()
     device = _rank_device(launched)
-    model.to(device)
-    chosen, why = _resolve_plan(model, optimizer, loader, loss_fn, plan, strategy, launched)
-    session = Session(chosen, model, optimizer, seed=seed, clip=clip)
+    given.model.to(device)
+    first = given.loaders[0] if given.loaders else latest_loader()
+    if first is None:
+        raise RequestError("prepare needs the loader, whose batch is the global batch: prepare(model, optimizer, loader)")
+    raw = first.raw_loader if isinstance(first, RankLoader) else first
+    with torch.random.fork_rng(devices=[]):  # planning draws nothing from the script's generator
+        chosen, why = _resolve_plan(given.model, given.optimizer, raw, loss_fn, plan, strategy, launched)
+    parameters = {name: weakref.ref(p) for name, p in given.model.named_parameters()}
+    session = Session(chosen, given.model, given.optimizer, seed=seed, clip=clip)
+    follow_sharded_gradients(session.applied, parameters)
     if launched.rank == 0:
         _report_plan(chosen, why, launched)
-    return Run(session, RankLoader(loader, chosen, launched.rank, seed=seed, device=device), why)
+    loaders = prepare_loaders(given.loaders or (first,), session, device)
+    return Run(session, given, loaders if given.loaders else (), why, reader=loaders[0])
+
+
+def _by_type(objects: Sequence[Any]) -> _Prepared:
+    """Sort what `prepare` was given; the checks here need no plan."""
+    kinds: dict[str, list[Any]] = {"model": [], "optimizer": [], "schedule": [], "scaler": [], "loader": []}
+    for thing in objects:
+        kind = next((kind for kind, types in _KINDS.items() if isinstance(thing, types)), "loader")
+        if kind == "loader" and (isinstance(thing, (str, bytes, Path, torch.Tensor)) or not isinstance(thing, Iterable)):
+            raise RequestError(f"prepare takes a model, an optimizer, loaders, schedules and a GradScaler, not a {type(thing).__name__}")
+        kinds[kind].append(thing)
+    for kind in ("model", "optimizer"):
+        if len(kinds[kind]) != 1:
+            raise RequestError(f"prepare takes one {kind}, and was given {len(kinds[kind])}: call prepare once for each model, with its optimizer")
+    (model,), (optimizer,) = kinds["model"], kinds["optimizer"]
+    check_optimizer(model, optimizer)
+    for schedule in kinds["schedule"]:
+        if getattr(schedule, "optimizer", optimizer) is not optimizer:
+            raise RequestError(f"{type(schedule).__name__} schedules another optimizer: prepare it with that one")
+    return _Prepared(model, optimizer, tuple(kinds["loader"]), tuple(kinds["schedule"]), tuple(kinds["scaler"]), tuple(objects))
+
+
+def gather(value: Any) -> Any:
+    """A tensor, or each tensor of a tree, of all data ranks: concatenated along dim 0 in the order of the global batch's samples. A number or a
+    tensor without dims becomes a tensor with one entry a data rank. Collective: every rank calls it, for a batch of the loader that it iterates."""
+    return gather_metrics.gather(value, _current_loader("gather"))
+
+
+def mean(value: Any, loader: Iterable[Batch] | None = None) -> Any:
+    """The mean over the global batch of values, such as a loss, that are means over this rank's samples. Collective. The batch is the one that
+    `loader` yielded last; without it, the one of the loader that is being iterated."""
+    found = loader if isinstance(loader, RankLoader) else _current_loader("mean")
+    if loader is None and found is not None and not found.is_open and len({other.share.weight for other in used_loaders() if other.share}) > 1:
+        raise RequestError("mw.mean: the loops are over, and their last batches were split differently: name the loader, mw.mean(loss, train_loader)")
+    return gather_metrics.mean(value, found)
+
+
+def is_first() -> bool:
+    """True on the one rank that should print and save."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    launched = detect_launched_rank(os.environ)
+    return launched is None or launched.rank == 0
+
+
+def print(*values: Any, **options: Any) -> None:
+    """Python's print, on the first rank only."""
+    if is_first():
+        builtins.print(*values, **options)
+
+
+def _current_loader(function: str) -> RankLoader | None:
+    """The loader that the script iterates; None in a script of one rank that has prepared none."""
+    loader = current_loader() or latest_loader()
+    if loader is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RequestError(f"mw.{function}: no loader was prepared, so it is not known which samples a rank has: give the loader to mw.prepare")
+    return loader
 
 
 def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | str | Path) -> AppliedPlan:
     """Apply a plan in place, for your own loop of `model(x)`, `loss.backward()`, `optimizer.step()`. Gradients are averaged over ranks."""
     _init_process_group()
-    return apply(plan if isinstance(plan, Plan) else Plan.load(Path(plan)), model, optimizer)
+    check_optimizer(model, optimizer)
+    parameters = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    applied = apply(plan if isinstance(plan, Plan) else Plan.load(Path(plan)), model, optimizer)
+    follow_sharded_gradients(applied, parameters)
+    return applied
 
 
 def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None = None, **constraints: Any) -> Ranking:
@@ -229,16 +349,24 @@ def _example_batch(loader: Iterable[Batch]) -> Batch:
     """A batch to trace with. It bypasses the sampler where possible: a draw on one rank alone would change its order of samples."""
     if isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__") and loader.batch_size:
         count = min(loader.batch_size, len(loader.dataset))
+        if not count:
+            raise RequestError("the loader yields nothing: its data set is empty")
         return loader.collate_fn([loader.dataset[i] for i in range(count)])
-    return next(iter(loader))
+    if iter(loader) is loader:
+        raise RequestError("prepare reads a batch to plan with, and a generator would lose it: give it a DataLoader or a list, or a plan")
+    for batch in loader:
+        return batch
+    raise RequestError("the loader yields nothing: its data set is empty")
 
 
 def _report_plan(plan: Plan, why: str, launched: LaunchedRank) -> None:
-    print(f"meshwright: {plan.summary()}", file=sys.stderr)
+    builtins.print(f"meshwright: {plan.summary()}", file=sys.stderr)
     if launched.run:
         plan.save(Path(launched.run) / "plan.json")
         write_json(Path(launched.run) / "why.json", {"why": why})
     if launched.launcher == "python":
         num_devices = len(discover(os.environ).devices)
         if num_devices > 1:
-            print(f"meshwright: 1 of {num_devices} devices is used; to use all: meshwright train {sys.argv[0] or 'script.py'}", file=sys.stderr)
+            builtins.print(
+                f"meshwright: 1 of {num_devices} devices is used; to use all: meshwright train {sys.argv[0] or 'script.py'}", file=sys.stderr
+            )

@@ -16,6 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serialization import from_data
 from meshwright.core.task import Task
 from meshwright.execute.apply import apply
+from meshwright.execute.data_parallel import SUM
 from meshwright.execute.full_state import full_state, state_digest
 from meshwright.execute.session import Session
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
@@ -271,7 +272,7 @@ def uneven_tokens(rank: int, world: int, init_method: str, plan: dict[str, Any],
         network, _ = build(model, torch.float64, 3)
         applied = apply(told, network, make_optimizer("sgd", network))
         if applied.gradient_sync is not None:
-            applied.gradient_sync.set_reduce_op("sum")
+            applied.gradient_sync.set_reduction(lambda: SUM)
         made = torch.Generator().manual_seed(1)
         tokens = torch.randn(sum(counts), expert_models.WIDTH, generator=made, dtype=torch.float64)
         choices = torch.randint(0, expert_models.EXPERTS, (sum(counts), 2), generator=made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import difflib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.launch.mpi_launcher import mpirun_command
 
@@ -88,6 +90,25 @@ def test_same_losses_as_the_plain_script(command: str, root: Path, plain: list[f
     assert losses(done) == pytest.approx(plain, rel=1e-4, abs=2e-5)  # printed to five places
     if command.startswith("meshwright"):
         assert "2 ranks finished" in done.stderr
+
+
+def test_a_script_with_its_own_loop(root: Path, tmp_path: Path) -> None:
+    """At most six lines differ; one rank prints what the plain script prints, two print the same up to rounding; all save a whole model."""
+
+    def epochs(command: str, out: str) -> tuple[str, list[float]]:
+        printed = re.findall(r"^epoch .*$", run(f"{command} --out {tmp_path / out}", root).stdout, re.MULTILINE)
+        return "\n".join(printed), [float(number) for line in printed for number in re.findall(r"(?:loss|val|acc|lr) ([\d.]+)", line)]
+
+    plain, own = ((EXAMPLES / name).read_text().split('"""', 2)[2].splitlines() for name in ("08_script_plain.py", "09_script_own_loop.py"))
+    assert len([line for line in difflib.ndiff(plain, own) if line.startswith("+ ") and line != "+ "]) <= 6
+    text, numbers = epochs("python examples/08_script_plain.py", "plain.pt")
+    assert len(numbers) == 16 and numbers[-2] > 0.8  # it learns
+    assert epochs("python examples/09_script_own_loop.py", "one.pt")[0] == text
+    assert epochs("meshwright train examples/09_script_own_loop.py --nproc 2 --mesh shard=2 --set zero=1 --", "two.pt")[1] == pytest.approx(
+        numbers, rel=0.02, abs=2e-3
+    )
+    states = [torch.load(tmp_path / f"{name}.pt") for name in ("plain", "one", "two")]
+    assert all({name: t.shape for name, t in state.items()} == {name: t.shape for name, t in states[0].items()} for state in states)
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ def uneven_batches(
 
         def batches(sizes: list[int], pieces: int | None = None) -> RankLoader:
             made = [global_batch(model, size, size, torch.float64) for size in sizes]
-            return RankLoader(made, told, rank, seed=0, device=torch.device("cpu"), num_micro_batches=pieces)
+            return RankLoader(made, told, rank, device=torch.device("cpu"), num_micro_batches=pieces)
 
         losses, loader = [], batches(trained)
         with contextlib.redirect_stderr(io.StringIO()) as said:

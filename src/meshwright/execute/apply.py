@@ -30,6 +30,7 @@ from meshwright.execute.pipeline_parallel import PipelineRuntime
 from meshwright.execute.process_groups import ProcessGroups, make_process_groups
 from meshwright.execute.recompute_runtime import RecomputeCache, recompute_units
 from meshwright.execute.spatial_parallel import shard_spatial
+from meshwright.execute.state_dict_guards import guard_state_dicts
 from meshwright.execute.tensor_parallel import TensorParallelShards, shard_model, sync_rng_state
 from meshwright.execute.zero3_runtime import FullyShardedUnits, is_sharded
 from meshwright.schedule.buckets import ParamReplication, init_broadcast_groups, replication_of
@@ -80,7 +81,7 @@ class AppliedPlan:
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares over the full gradient, the same on every rank. A gradient that n ranks replicate counts 1/n on each."""
-        replication = self._replication()
+        replication = self.replication()
         grads_by_copies: dict[int, list[Tensor]] = {}
         for param in self.optimizer_parameters():
             of = replication.get(id(param), ParamReplication())
@@ -97,7 +98,7 @@ class AppliedPlan:
             self.groups.shard.sync.all_reduce(total, "norm").wait()
         return total
 
-    def _replication(self) -> dict[int, ParamReplication]:
+    def replication(self) -> dict[int, ParamReplication]:
         """How each stepped parameter is replicated, by its id."""
         if self.gradient_sync is not None and self.plan.memory.zero:
             return {id(shard.param): b.layout.replication for b in self.gradient_sync.buckets for shard in b.optimizer_shards}
@@ -114,8 +115,7 @@ class AppliedPlan:
                 comm.sync.all_reduce(gradient, f"tied/{name}").wait()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradient down to a norm of at most `max_norm` and return its norm before that. Correct under every plan, which
-        `torch.nn.utils.clip_grad_norm_` is not: under ZeRO-1 and 2 a rank holds only its shard of the gradient."""
+        """Scale the gradient down to a norm of at most `max_norm` and return its norm before that. Correct under every plan, pipelines too."""
         if self.gradient_sync:
             self.gradient_sync.finish()
         norm = self.squared_norm().sqrt()
@@ -192,6 +192,9 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     elif groups.data.size > 1:
         gradient_sync = GradientBuckets(model, optimizer, plan, groups, replication)
     offload = OptimizerOffload(optimizer) if plan.memory.offload == "optimizer" else None
+    if offload is not None:
+        model.register_load_state_dict_post_hook(lambda *_: offload.refresh_copies())
+    guard_state_dicts(plan, model, optimizer)
     if pipeline is not None:
         pipeline.attach_hooks()
     return AppliedPlan(plan, model, optimizer, groups, gradient_sync, keys, tensor, pipeline, context, experts, fp8, offload)

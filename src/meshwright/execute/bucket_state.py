@@ -93,12 +93,15 @@ class BucketState:
                 param.grad = view
 
     def fill_missing_gradients(self) -> None:
-        """Fill in gradients that this backward did not reach: with what was accumulated before, or zero."""
+        """Fill in gradients that this backward did not reach: with what was accumulated before, or zero. A parameter that is frozen for now has
+        none, as on one device, where the optimizer leaves it alone."""
         for slot in self.awaited_slots:
             param, view = self.params[slot], self.grad_view(slot)
             if param.grad is None:
                 view.zero_()
-            elif param.grad.data_ptr() != view.data_ptr():
+                param.grad = view if param.requires_grad else None
+                continue
+            if param.grad.data_ptr() != view.data_ptr():
                 view.copy_(param.grad)
             param.grad = view
 

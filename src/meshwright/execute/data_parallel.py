@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,16 @@ from meshwright.schedule.buckets import Bucket
 
 # Optimizers whose update of one element depends on that element alone; only these may step flat shards, which split tensors.
 ELEMENTWISE_OPTIMIZERS = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+
+
+class Reduction(NamedTuple):
+    """How gradients of ranks are combined: each rank's is multiplied by `factor`, where there is one, and then they are reduced by `op`."""
+
+    op: str = "mean"
+    factor: float | None = None
+
+
+MEAN, SUM = Reduction(), Reduction("sum")
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,8 @@ class DataParallel(Protocol):
     def buckets(self) -> Sequence[ShardedBuffer]:
         """Buffers of trainable parameters."""
 
-    def set_reduce_op(self, op: str) -> None:
-        """How gradients of ranks are combined: "mean", unless `Session` weights the loss itself and sets "sum"."""
+    def set_reduction(self, reduction: Callable[[], Reduction]) -> None:
+        """Ask `reduction` in every backward how gradients of ranks are combined; without it, by their mean."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates gradients and sends nothing, if there is a buffer to accumulate full gradients in."""

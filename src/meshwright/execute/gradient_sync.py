@@ -12,7 +12,7 @@ An all-reduce is a reduce-scatter and an all-gather, so all three put the same b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ from meshwright.core.comm import Comm
 from meshwright.core.plan import Plan, SyncPolicy
 from meshwright.execute.bucket_state import BucketState
 from meshwright.execute.compression_runtime import make_compressor
-from meshwright.execute.data_parallel import check_shardable, full_gradient
+from meshwright.execute.data_parallel import MEAN, Reduction, check_shardable, full_gradient
 from meshwright.execute.memory_runtime import storage_bytes
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.shard_layout import make_shard_layout
@@ -35,22 +35,25 @@ class BucketReducer:
 
     def __init__(self, groups: ProcessGroups, policy: SyncPolicy, zero: int, frees_buckets: bool) -> None:
         self.groups, self.zero, self.frees_buckets = groups, zero, frees_buckets
-        self.op = "mean"
+        self.reduction: Callable[[], Reduction] = lambda: MEAN
         self._compressor = make_compressor(policy)
         self._in_flight: deque[BucketState] = deque()  # buckets that are freed once reduced
 
     def launch(self, bucket: BucketState) -> None:
         grads = bucket.grads
         assert grads is not None
+        op, factor = self.reduction()
+        if factor is not None:
+            grads.mul_(factor)
         if self.frees_buckets:
             self._in_flight.append(bucket)
         if self.zero:
             shard, sizes = bucket.slices.local_shard(grads), bucket.slices.uneven_sizes
-            bucket.pending = self._compressor.reduce_scatter(self.groups.shard, shard, grads, f"grads/{bucket.name}", self.op, sizes)
+            bucket.pending = self._compressor.reduce_scatter(self.groups.shard, shard, grads, f"grads/{bucket.name}", op, sizes)
         else:
             get_views = lambda: [bucket.grad_view(slot) for slot in range(len(bucket.params))]  # noqa: E731
             comm = self._replica_group(bucket)
-            bucket.pending = self._compressor.all_reduce(comm, grads, f"grads/{bucket.name}", self.op, bucket.name, get_views)
+            bucket.pending = self._compressor.all_reduce(comm, grads, f"grads/{bucket.name}", op, bucket.name, get_views)
 
     def wait(self, buckets: Sequence[BucketState]) -> None:
         """Wait until the gradients of these launched buckets are final."""
@@ -73,7 +76,7 @@ class BucketReducer:
         assert bucket.pending is not None and bucket.grads is not None
         bucket.pending.wait()
         shard = bucket.slices.local_shard(bucket.grads)
-        bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), shard, f"replicas/{bucket.name}", self.op)
+        bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), shard, f"replicas/{bucket.name}", self.reduction().op)
 
     def _finish(self, bucket: BucketState) -> None:
         assert bucket.pending is not None
@@ -86,7 +89,7 @@ class BucketReducer:
 
     def average_expert_gradient(self, grad: Tensor) -> Tensor:
         """Divide an expert's gradient by the size of `ep` where ranks are averaged: it sums over the tokens of all ranks along `ep`."""
-        return grad / self.groups.ep.size if self.op == "mean" else grad
+        return grad / self.groups.ep.size if self.reduction().op == "mean" else grad
 
     def gather_parameters(self, buckets: Sequence[BucketState]) -> None:
         """After the optimizer's step: all-gather every rank's shard of the parameters (stages 1 and 2)."""
@@ -136,8 +139,8 @@ class GradientBuckets:
                 if bucket.layout.replication.is_expert_parallel:
                     param.register_hook(self._reducer.average_expert_gradient)
 
-    def set_reduce_op(self, op: str) -> None:
-        self._reducer.op = op
+    def set_reduction(self, reduction: Callable[[], Reduction]) -> None:
+        self._reducer.reduction = reduction
 
     # -- during backward --
 

@@ -28,6 +28,10 @@ class RandomKeys:
         self._modules = [m for m in model.modules() if isinstance(m, KeyedRandomModule)]
         self.current: tuple[int, int, int] = (0, 0, 0)
 
+    @property
+    def has_modules(self) -> bool:
+        return bool(self._modules)
+
     def set(self, seed: int, step: int, first_sample: int) -> None:
         self.current = (seed, step, first_sample)
         for module in self._modules:

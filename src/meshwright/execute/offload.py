@@ -8,6 +8,8 @@ copies. Nothing else changes: ZeRO's stage decides which shards a rank steps.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,17 +30,28 @@ class OptimizerOffload:
                 self._copies[param] = nn.Parameter(copy, param.requires_grad)
             group["params"] = [self._copies[param] for param in group["params"]]
         self.device_parameters = list(self._copies)
-        optimizer.register_step_pre_hook(lambda *_: self._copy_gradients_to_host())
+        optimizer.register_step_pre_hook(lambda _optimizer, args, kwargs: self._copy_gradients_to_host(has_closure(args, kwargs)))
         handle = optimizer.register_step_post_hook(lambda *_: self._copy_params_to_device())
         hooks = optimizer._optimizer_step_post_hooks
         assert isinstance(hooks, OrderedDict)
         hooks.move_to_end(handle.id, last=False)  # before the hooks that gather stepped parameters
+        zero_copies = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            zero_copies(set_to_none)
+            for param in self.device_parameters:
+                if param.grad is not None:
+                    param.grad = None if set_to_none else param.grad.zero_()
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def host_copy(self, param: nn.Parameter) -> nn.Parameter:
         """The host copy of a stepped parameter, by which the optimizer knows it."""
         return self._copies[param]
 
-    def _copy_gradients_to_host(self) -> None:
+    def _copy_gradients_to_host(self, has_closure: bool) -> None:
+        if has_closure:
+            raise RequestError("offload=optimizer copies gradients before a step, and a closure computes them in it: call step() without one")
         for param, copy in self._copies.items():
             if param.grad is None:
                 copy.grad = None
@@ -49,12 +62,22 @@ class OptimizerOffload:
         self._synchronize()
 
     def _copy_params_to_device(self) -> None:
-        """Copy new values back and drop the device's gradients: an optimizer's zero_grad would clear only the copies'."""
+        """Copy new values back, and drop the device's gradients: they are on the host too."""
         for param, copy in self._copies.items():
             param.data.copy_(copy.data, non_blocking=True)
             param.grad = None
         self._synchronize()
 
+    def refresh_copies(self) -> None:
+        """Copy the device's values to the host, after somebody has changed them."""
+        for param, copy in self._copies.items():
+            copy.data.copy_(param.data)
+
     def _synchronize(self) -> None:
         if self.device_parameters and self.device_parameters[0].is_cuda:
             torch.cuda.current_stream(self.device_parameters[0].device).synchronize()
+
+
+def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's step, by the arguments that its hooks see, was given a closure."""
+    return kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)

@@ -2,84 +2,186 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
-from meshwright.execute.session import sample_count
+from meshwright.execute.batch_share import Share, split_batch
+from meshwright.execute.process_groups import ProcessGroups
+from meshwright.execute.session import Session, find_sample_count, sample_count
 
-_LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+_LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "generator")
+
+_loaders: weakref.WeakSet[RankLoader] = weakref.WeakSet()  # of this process, for functions that torch's users call without naming a loader
+_clock = itertools.count(1)
 
 
-def sample_range(plan: Plan, data_rank: int, global_batch: int) -> tuple[int, int]:
-    """(first sample, count) of a data rank in a global batch of `global_batch` samples; a short last batch is split in proportion."""
-    first, count = plan.sample_range(data_rank)
-    if global_batch == plan.global_batch:
-        return first, count
-    start, end = first * global_batch // plan.global_batch, (first + count) * global_batch // plan.global_batch
-    return start, end - start
+class RandomStream:
+    """A state of torch's global generator that is the same on all ranks. Samplers draw from it, so that every rank has the same order of samples;
+    the rank's own state, from which dropout draws, stays as it is."""
+
+    def __init__(self, state: Tensor) -> None:
+        self._state, self._is_drawing = state, False
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        if self._is_drawing:  # a loader's prefetching asks its sampler while the loader itself is being made
+            yield
+            return
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        self._is_drawing = True
+        try:
+            yield
+        finally:
+            self._state, self._is_drawing = torch.get_rng_state(), False
+            torch.set_rng_state(before)
 
 
 class RankLoader:
-    """Iterates over this rank's share. `global_batch` is the number of samples in the current item's global batch.
+    """Iterates over this rank's shares of the batches of a user's loader; `share` describes the one that was yielded last.
 
-    A share will be split into `num_micro_batches`: the plan's number, or one when not training.
+    A plan of one rank reads the loader as it is. `groups` are the ranks that the shares are split over, for `gather` and `mean`. In a pipeline a
+    share is split into `num_micro_batches` of one size: the plan's number, or one when not training.
     """
 
     def __init__(
-        self, loader: Iterable[Batch], plan: Plan, rank: int, *, seed: int, device: torch.device, num_micro_batches: int | None = None
-    ) -> None:
-        self.plan, self.seed, self.device = plan, seed, device
-        self.num_micro_batches = num_micro_batches or plan.micro_batches
+        self, loader: Iterable[Batch], plan: Plan, rank: int, *, device: torch.device, stream: RandomStream | None = None,
+        groups: ProcessGroups | None = None, num_micro_batches: int | None = None,
+    ) -> None:  # fmt: skip
+        check_loader(loader)
+        self.plan, self.device, self.groups = plan, device, groups
         self.rank, self.data_rank = rank, plan.mesh.data_rank(rank)
-        self.global_batch = plan.global_batch
-        self.epoch = 0
+        self.share: Share | None = None
+        self.yielded_at = 0  # by a clock that counts the items of all loaders
+        self.num_yielded = 0
+        self.is_open = False  # a pass over it is under way
+        self.pass_callbacks: list[Callable[[], None]] = []  # called where a pass begins or ends, which all ranks do together
         self._loader = loader
+        self._stream = stream or RandomStream(torch.Generator().manual_seed(0).get_state())
+        self._num_micro_batches = num_micro_batches or plan.micro_batches
+        self._has_said_copies, self._num_skipped = False, 0
+        self.world_group = _world_group()  # a process may join another one later
+        _loaders.add(self)
 
-    def __iter__(self) -> Iterator[Batch]:
-        loader = self._loader
-        by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
-        for total, batch in self._iter_by_index(loader) if by_index else self._iter_by_slice(loader):  # type: ignore[arg-type]
-            self.global_batch = total
-            yield pytree.tree_map(lambda t: t.to(self.device, non_blocking=True) if torch.is_tensor(t) else t, batch)
-        self.epoch += 1
+    def __getattr__(self, name: str) -> Any:
+        """What a script reads of its own loader: `dataset`, `batch_size`, `sampler`, …"""
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    def _can_split(self, global_batch: int) -> bool:
-        """Whether a batch is used. A last batch too small to give every rank its micro-batches is skipped on every rank; so is one that a
-        pipeline, whose micro-batches have one size, cannot split evenly."""
-        degree, num_micro_batches = self.plan.mesh.data_parallel_size, self.num_micro_batches
-        shares = [sample_range(self.plan, rank, global_batch)[1] for rank in range(degree)]
-        uneven = self.plan.mesh.pp > 1 and any(share % num_micro_batches for share in shares)
-        can_split = min(shares) >= num_micro_batches and not uneven
-        if not can_split and self.rank == 0:
-            split = f"{degree} data ranks with {num_micro_batches} {'equal ' * uneven}micro-batches each"
-            print(f"meshwright: a batch of {global_batch} samples is skipped: it cannot be split over {split}", file=sys.stderr)
-        return can_split
+    def __iter__(self) -> Iterator[Batch]:
+        self._notify()
+        num_before = self.num_yielded
+        self._num_skipped = 0
+        try:
+            for share, batch in self._shares():
+                self.share, self.yielded_at, self.is_open = share, next(_clock), True
+                self.num_yielded += 1
+                yield pytree.tree_map(lambda t: t.to(self.device, non_blocking=True) if torch.is_tensor(t) else t, batch)
+        finally:
+            self.is_open = False
+        if self.num_yielded == num_before:
+            raise self._nothing_error()
+        self._notify()
 
-    def _iter_by_index(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Batch]]:
+    @property
+    def raw_loader(self) -> Iterable[Batch]:
+        return self._loader
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in the global batch of the item that was yielded last."""
+        return self.share.global_batch if self.share is not None else self.plan.global_batch
+
+    def split_also(self, loader: Iterable[Batch], num_micro_batches: int | None = None) -> RankLoader:
+        """Another loader for the same ranks; their samplers draw from one stream, as on one device."""
+        return RankLoader(
+            loader, self.plan, self.rank, device=self.device, stream=self._stream, groups=self.groups, num_micro_batches=num_micro_batches
+        )
+
+    def split_for(self, data_rank: int) -> Share:
+        """Another data rank's share of the item that was yielded last."""
+        return split_batch(self.plan, data_rank, self.global_batch)
+
+    def splits(self, plan: Plan) -> bool:
+        """Whether the plan gives every rank the samples that it has here."""
+        mine, theirs = ([p.mesh.data_rank(rank) for rank in range(p.world)] for p in (self.plan, plan))
+        return mine == theirs and self.plan.balance.shares == plan.balance.shares
+
+    def _notify(self) -> None:
+        for callback in self.pass_callbacks:
+            callback()
+
+    def _nothing_error(self) -> RequestError:
+        if self._num_skipped:
+            return RequestError("no batch of the loader fits the pipeline: choose a batch size that its data ranks and micro-batches divide")
+        return RequestError("the loader yields nothing: its data set is empty, drop_last leaves out its only batch, or it is a generator at its end")
+
+    # -- shares --
+
+    def _shares(self) -> Iterator[tuple[Share, Batch]]:
+        loader = self._loader
+        if self.plan.world == 1:
+            for batch in loader:
+                size = find_sample_count(batch) or self.plan.global_batch
+                yield Share(0, size, size, min_samples=size), batch
+        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
+            yield from self._split_indices(loader)
+        else:
+            yield from self._split_batches(loader)
+
+    def _split_indices(self, loader: DataLoader[Any]) -> Iterator[tuple[Share, Batch]]:
         """Read only this rank's samples: batches of indices are the same on every rank, and are split before anything is loaded."""
         sampler = _RankBatchSampler(self, loader.batch_sampler)
         options: dict[str, Any] = {option: getattr(loader, option) for option in _LOADER_OPTIONS}
-        for batch in DataLoader(loader.dataset, batch_sampler=sampler, **options):
-            yield sampler.global_batches.popleft(), batch
+        with self._stream.drawing():  # torch's iterators draw a seed for their workers
+            batches = iter(DataLoader(loader.dataset, batch_sampler=sampler, **options))
+        for batch in batches:
+            yield sampler.shares.popleft(), batch
 
-    def _iter_by_slice(self, loader: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+    def _split_batches(self, loader: Iterable[Batch]) -> Iterator[tuple[Share, Batch]]:
         """A stream has no indices: every rank reads the global batch and keeps its share."""
         for batch in loader:
-            total = sample_count(batch)
-            if self._can_split(total):
-                first, count = sample_range(self.plan, self.data_rank, total)
-                yield total, pytree.tree_map(lambda t, a=first, n=count: t[a : a + n] if torch.is_tensor(t) and t.dim() else t, batch)
+            if (share := self.split(sample_count(batch))) is not None:
+                yield share, _take(batch, share)
+
+    def split(self, global_batch: int) -> Share | None:
+        """This rank's share of a batch; None if a pipeline, whose micro-batches have one size, cannot split it: then every rank skips it."""
+        degree, num_micro_batches = self.plan.mesh.data_parallel_size, self._num_micro_batches
+        share = split_batch(self.plan, self.data_rank, global_batch)
+        if self.plan.mesh.pp > 1 and num_micro_batches > 1:
+            counts = {split_batch(self.plan, rank, global_batch).num_samples for rank in range(degree)}
+            if any(count % num_micro_batches for count in counts):
+                split = f"{degree} data ranks with {num_micro_batches} equal micro-batches each"
+                self._say(f"a batch of {global_batch} samples is skipped: it cannot be split over {split}")
+                self._num_skipped += 1
+                return None
+        if global_batch < degree and not self._has_said_copies:
+            self._has_said_copies = True
+            what = "several ranks compute the same sample, which counts once in gradients, mw.gather and mw.mean"
+            self._say(f"a batch of {global_batch} {'sample' if global_batch == 1 else 'samples'} for {degree} data ranks: {what}")
+        return share
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"meshwright: {text}", file=sys.stderr)
 
 
 class _RankBatchSampler:
@@ -88,7 +190,7 @@ class _RankBatchSampler:
     def __init__(self, loader: RankLoader, batch_sampler: Iterable[list[Any]] | None) -> None:
         assert batch_sampler is not None
         self.loader, self.batch_sampler = loader, batch_sampler
-        self.global_batches: deque[int] = deque()
+        self.shares: deque[Share] = deque()  # of batches that are being loaded
 
     def __len__(self) -> int:
         return len(self.batch_sampler)  # type: ignore[arg-type]
@@ -96,14 +198,71 @@ class _RankBatchSampler:
     def __iter__(self) -> Iterator[list[Any]]:
         iterator = iter(self.batch_sampler)
         while True:
-            # torch's samplers draw their order from the global generator: seed it the same way on every rank while they do.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.loader.seed * 1_000_003 + self.loader.epoch)
+            with self.loader._stream.drawing():
                 try:
                     indices = list(next(iterator))
                 except StopIteration:
                     return
-            if self.loader._can_split(len(indices)):
-                first, count = sample_range(self.loader.plan, self.loader.data_rank, len(indices))
-                self.global_batches.append(len(indices))
-                yield indices[first : first + count]
+            if (share := self.loader.split(len(indices))) is not None:
+                self.shares.append(share)
+                yield indices[share.first_sample : share.first_sample + share.num_samples]
+
+
+def _take(batch: Batch, share: Share) -> Batch:
+    first, last = share.first_sample, share.first_sample + share.num_samples
+    return pytree.tree_map(lambda t: t[first:last] if torch.is_tensor(t) and t.dim() else t, batch)
+
+
+def check_loader(loader: object) -> None:
+    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        raise RequestError(
+            "the loader has a DistributedSampler, and prepare splits batches over ranks itself: use the loader of a single-device script"
+        )
+
+
+def prepare_loaders(loaders: Sequence[Iterable[Batch]], session: Session, device: torch.device) -> list[RankLoader]:
+    """A loader of this rank for each of a script's; one that was prepared with another model serves this one too. Collective: generators of all ranks
+    are set to the first rank's state, whatever seeds their scripts have used."""
+    groups, plan, prepared = session.applied.groups, session.plan, []
+    stream = RandomStream(_broadcast_state(torch.get_rng_state(), groups))
+    for loader in loaders:
+        if isinstance(loader, RankLoader):
+            prepared.append(loader)
+            continue
+        for owner in (loader, getattr(loader, "sampler", None)):
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator) and generator.device.type == "cpu":
+                generator.set_state(_broadcast_state(generator.get_state(), groups))
+        prepared.append(RankLoader(loader, plan, groups.rank, device=device, stream=stream, groups=groups))
+    for given in prepared:
+        if not given.splits(plan):
+            raise RequestError(
+                f"the loader was prepared for mesh {given.plan.mesh}, and this model's mesh {plan.mesh} splits a batch differently: "
+                "give both models one mesh, or give prepare the loader of a single-device script"
+            )
+    return prepared
+
+
+def _broadcast_state(state: Tensor, groups: ProcessGroups) -> Tensor:
+    device = "cuda" if groups.world.size > 1 and dist.get_backend() == "nccl" else "cpu"
+    state = state.to(device)
+    groups.world.broadcast(state, "init/rng").wait()
+    return state.cpu()
+
+
+def current_loader(own: Collection[RankLoader] = ()) -> RankLoader | None:
+    """The loader whose item a script works on: the one that yielded last, among passes that are under way before those that are over, and among a
+    model's `own` loaders before others. None if no loader has yielded anything."""
+    return max(used_loaders(), key=lambda loader: (loader.is_open, loader in own, loader.yielded_at), default=None)
+
+
+def latest_loader() -> RankLoader | None:
+    """A loader that was prepared, if possible one that was used."""
+    return current_loader() or next((loader for loader in _loaders if loader.world_group is _world_group()), None)
+
+
+def used_loaders() -> list[RankLoader]:
+    return [loader for loader in _loaders if loader.share is not None and loader.world_group is _world_group()]
+
+
+def _world_group() -> object:
+    return dist.group.WORLD if dist.is_initialized() else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from meshwright.core.model import LOSS_LAYER
 from meshwright.core.plan import Plan, compiles_layer
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, average_buffers
+from meshwright.execute.batch_share import Share
+from meshwright.execute.data_parallel import MEAN, SUM, Reduction
 
 _MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
 
@@ -53,32 +55,49 @@ class Session:
         self.applied: AppliedPlan = apply(plan, model, optimizer)
         self.plan = plan = self.applied.plan
         if self.applied.gradient_sync:
-            self.applied.gradient_sync.set_reduce_op("sum")  # `step` weights the loss by samples, so a plain sum is exact
+            # `step` weights the loss by samples, so a plain sum is exact.
+            self.applied.gradient_sync.set_reduction(lambda: SUM if self.is_running else self.own_loop_reduction())
+        self.own_loop_reduction: Callable[[], Reduction] = lambda: MEAN  # for a backward of the user's own
+        self.is_running = False  # within `step` or `validate`
         self.steps_done = 0
-        self._autocast = autocast_factory(plan)
+        self.autocast = autocast_factory(plan)
         self._loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._first_sample = plan.sample_range(plan.mesh.data_rank(self.applied.groups.rank))[0]
 
+    @property
+    def has_low_precision(self) -> bool:
+        return self.autocast is not nullcontext
+
     # -- training --
 
-    def step(self, batch: Batch, loss_fn: Loss, total: int | None = None) -> StepResult:
-        """One optimizer step on one global batch of `total` samples, of which `batch` holds this rank's."""
+    def step(self, batch: Batch, loss_fn: Loss, total: int | None = None, share: Share | None = None) -> StepResult:
+        """One optimizer step on one global batch of `total` samples, of which `batch` holds this rank's; a `share` says more about them."""
         total = total or self.plan.global_batch
-        count, num_micro_batches = sample_count(batch), self.plan.micro_batches
+        count, num_micro_batches = sample_count(batch), min(self.plan.micro_batches, share.min_samples if share else self.plan.micro_batches)
         if count < num_micro_batches:
             raise RequestError(f"a batch of {count} samples does not split into {num_micro_batches} micro-batches: set micro_batches={max(count, 1)}")
-        self.applied.discard_gradients()
-        loss_reducer = _LossReducer(self.plan, self.applied)
-        micro_batches = list(_split_micro_batches(batch, count, num_micro_batches))
-        if self.applied.pipeline is not None:
-            self._run_pipeline(micro_batches, total, loss_fn, loss_reducer)
-        else:
-            for index, micro_batch in enumerate(micro_batches):
-                self._forward_backward(micro_batch, total, loss_fn, loss_reducer, is_last=index == num_micro_batches - 1)
-        return self._finish_step(loss_reducer, total)
+        loss_reducer = _LossReducer(self.plan, self.applied, share.copies if share else 1)
+        first_sample = share.first_sample if share else self._first_sample
+        micro_batches = list(_split_micro_batches(batch, count, num_micro_batches, first_sample))
+        with self._running():
+            self.applied.discard_gradients()
+            if self.applied.pipeline is not None:
+                self._run_pipeline(micro_batches, total, loss_fn, loss_reducer)
+            else:
+                for index, micro_batch in enumerate(micro_batches):
+                    self._forward_backward(micro_batch, total, loss_fn, loss_reducer, is_last=index == num_micro_batches - 1)
+            return self._finish_step(loss_reducer, total)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
 
     def _run_pipeline(self, micro_batches: list[_MicroBatch], global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> None:
         """Run all micro-batches through this rank's stages. Gradients accumulate, and are reduced when the pipeline has drained."""
@@ -89,7 +108,7 @@ class Session:
             raise RequestError(f"a pipeline's micro-batches have one size, and {reason}: leave samples out (drop_last)")
         with self.applied.accumulate():
             run_stage = lambda index: self._weighted_loss(micro_batches[index], global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)  # noqa: E731
-            pipeline.run([samples for _, _, samples in micro_batches], run_stage, loss_fn, self._autocast)
+            pipeline.run([samples for _, _, samples in micro_batches], run_stage, loss_fn, self.autocast)
         loss_reducer.start_all_reduce(pipeline.loss_has_count)
         self.applied.all_reduce_tied_gradients()
         if self.applied.gradient_sync is not None:
@@ -105,8 +124,8 @@ class Session:
     def _weighted_loss(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> Tensor:
         """Run one micro-batch forward; return its share of the global mean loss, scaled for fp16."""
         start, size, samples = micro_batch
-        self.applied.random_keys.set(self.seed, self.steps_done, self._first_sample + start)
-        with self._autocast():
+        self.applied.random_keys.set(self.seed, self.steps_done, start)
+        with self.autocast():
             value = loss_fn(self.model, samples)
         loss = loss_reducer.add(value, size, global_batch)
         return loss * self._loss_scaler.value if self._loss_scaler else loss
@@ -165,19 +184,20 @@ class Session:
     # -- validation --
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
-        """Mean loss over `batches`, reduced over ranks. Every rank brings the same number of batches."""
+    def validate(self, batches: Iterable[Batch], loss_fn: Loss, share: Callable[[], Share | None] = lambda: None) -> float:
+        """Mean loss over `batches`, reduced over ranks. Every rank brings the same number of batches; `share` describes the current one."""
         average_buffers(self.applied)
         was_training = self.model.training
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for index, batch in enumerate(batches):
-            size = sample_count(batch)
-            self.applied.random_keys.set(self.seed, -1 - index, self._first_sample)
-            value = self._evaluate(batch, loss_fn)
-            if value is not None:
-                loss_sum, count = value if isinstance(value, tuple) else (value * size, size)
-                sums += torch.tensor([float(loss_sum), float(count)], dtype=torch.float64)
+            size, mine = sample_count(batch), share()
+            self.applied.random_keys.set(self.seed, -1 - index, mine.first_sample if mine else self._first_sample)
+            with self._running():
+                value = self._evaluate(batch, loss_fn)
+            if value is not None or self.applied.pipeline is None:
+                loss_sum, count = checked_loss(value) if isinstance(value, tuple) else (checked_loss(value) * size, size)
+                sums += torch.tensor([float(loss_sum), float(count)], dtype=torch.float64) / (mine.copies if mine else 1)
         self.model.train(was_training)
         sums = sums.to(self.plan.device)
         self.applied.groups.batch.all_reduce(sums, "validation").wait()
@@ -189,10 +209,10 @@ class Session:
         """The loss of one batch; None on a pipeline's ranks that do not hold the last stage."""
 
         def evaluate(_: int = 0) -> Any:
-            with self._autocast():
+            with self.autocast():
                 return (self.applied.context.wrap_loss(loss_fn) if self.applied.context is not None else loss_fn)(self.model, batch)
 
-        return evaluate() if self.applied.pipeline is None else self.applied.pipeline.evaluate(batch, evaluate, loss_fn, self._autocast)
+        return evaluate() if self.applied.pipeline is None else self.applied.pipeline.evaluate(batch, evaluate, loss_fn, self.autocast)
 
 
 def _run_around_model(compiled: Loss, eager_forward: Callable[..., Any], model: nn.Module, batch: Batch) -> Any:
@@ -212,8 +232,9 @@ def _run_around_model(compiled: Loss, eager_forward: Callable[..., Any], model: 
 class _LossReducer:
     """Weights the losses of one step's micro-batches and reduces their sum over ranks, overlapping with backward."""
 
-    def __init__(self, plan: Plan, applied: AppliedPlan) -> None:
-        self._plan, self._applied = plan, applied
+    def __init__(self, plan: Plan, applied: AppliedPlan, copies: int) -> None:
+        """`copies` is how many data ranks hold the samples of this one."""
+        self._plan, self._applied, self._copies = plan, applied, copies
         self._sums: list[Tensor] = []
         self._counts: list[Tensor] = []
         self._has_counts = False
@@ -224,13 +245,13 @@ class _LossReducer:
     def add(self, value: Tensor | tuple[Tensor, Tensor], size: int, global_batch: int) -> Tensor:
         """Take one micro-batch's loss; return what to differentiate: its share of the global mean, by samples. Spatial-parallel ranks all have
         the same loss, so each counts a part of it."""
+        value = checked_loss(value)
         if isinstance(value, tuple):
-            loss = value[0] / (global_batch * self._plan.spatial.num_parts)
-            self._counts.append(torch.as_tensor(value[1], device=value[0].device).detach())
+            loss = value[0] / (global_batch * self._plan.spatial.num_parts * self._copies)
+            count = torch.as_tensor(value[1], device=value[0].device).detach()
+            self._counts.append(count / self._copies if self._copies > 1 else count)
         else:
-            loss = value * (size / (global_batch * self._plan.mesh.cp))  # ranks along cp have equal parts of the same samples
-        if loss.dim():
-            raise RequestError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return a scalar mean, or (sum, count)")
+            loss = value * (size / (global_batch * self._plan.mesh.cp * self._copies))  # ranks along cp have equal parts of the same samples
         self._sums.append(loss.detach())
         return loss
 
@@ -257,18 +278,35 @@ class _LossReducer:
         return self._reduced[0] * correction, self._own_sum, correction
 
 
-def _split_micro_batches(batch: Batch, count: int, num_micro_batches: int) -> Iterable[_MicroBatch]:
+def checked_loss(value: Any) -> Any:
+    """What a loss function returned: a scalar, or (sum, count)."""
+    loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    if not torch.is_tensor(loss):
+        names = (
+            f" with {', '.join(map(str, value))}" if isinstance(value, Mapping) else f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
+        )
+        raise RequestError(f"loss_fn returned a {type(value).__name__}{names}: return one tensor, the scalar mean, or (sum, count)")
+    if loss.dim():
+        raise RequestError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return a scalar mean, or (sum, count)")
+    return value
+
+
+def _split_micro_batches(batch: Batch, count: int, num_micro_batches: int, first_sample: int) -> Iterable[_MicroBatch]:
     start = 0
     for index in range(num_micro_batches):
         size = count // num_micro_batches + (index < count % num_micro_batches)
         samples = batch if num_micro_batches == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
-        yield start, size, samples
+        yield first_sample + start, size, samples
         start += size
 
 
 def sample_count(batch: Batch) -> int:
     """The first dimension of the first tensor in a batch."""
-    for leaf in pytree.tree_leaves(batch):
-        if torch.is_tensor(leaf) and leaf.dim():
-            return int(leaf.shape[0])
-    raise RequestError("the batch has no tensor whose first dimension could be the number of samples: put one into it")
+    count = find_sample_count(batch)
+    if count is None:
+        raise RequestError("the batch has no tensor whose first dimension could be the number of samples: put one into it")
+    return count
+
+
+def find_sample_count(batch: Batch) -> int | None:
+    return next((int(leaf.shape[0]) for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf) and leaf.dim()), None)

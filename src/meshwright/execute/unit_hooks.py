@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm, Work
+from meshwright.execute.data_parallel import MEAN, Reduction
 from meshwright.execute.flat_buffer import FlatBuffer
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.sharded_unit import ShardedUnit
@@ -21,13 +22,17 @@ class ReduceScatterQueue:
 
     def __init__(self, groups: ProcessGroups, max_in_flight: int) -> None:
         """At most `max_in_flight` buffers overlap with later computation, because they hold memory."""
-        self.groups, self.op = groups, "mean"
+        self.groups = groups
+        self.reduction: Callable[[], Reduction] = lambda: MEAN
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, Tensor, Tensor, Work]] = deque()
 
     def launch(self, unit: ShardedUnit, flat: FlatBuffer) -> None:
         grads, reduced = flat.take_grads(), torch.empty_like(flat.local_shard)
-        work = self.groups.shard.reduce_scatter(reduced, grads, f"grads/{unit.name}", self.op, flat.slices.uneven_sizes)
+        op, factor = self.reduction()
+        if factor is not None:
+            grads.mul_(factor)
+        work = self.groups.shard.reduce_scatter(reduced, grads, f"grads/{unit.name}", op, flat.slices.uneven_sizes)
         self._in_flight.append((unit, flat, reduced, grads, work))
         self.drain(self._max_in_flight)
 
@@ -38,8 +43,8 @@ class ReduceScatterQueue:
             work.wait()
             replicas = self.groups.expert_replica if unit.is_expert_parallel else self.groups.replica
             if replicas.size > 1:
-                replicas.sync.all_reduce(reduced, f"replicas/{unit.name}", self.op).wait()
-            if unit.is_expert_parallel and self.op == "mean":
+                replicas.sync.all_reduce(reduced, f"replicas/{unit.name}", self.reduction().op).wait()
+            if unit.is_expert_parallel and self.reduction().op == "mean":
                 reduced.mul_(1.0 / self.groups.ep.size)  # an expert's gradient sums over the tokens of all ranks along `ep`
             flat.add_shard_gradient(reduced)
 

@@ -15,16 +15,14 @@ may be empty.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
-from meshwright.execute.data_parallel import check_shardable, full_gradient
+from meshwright.execute.data_parallel import Reduction, check_shardable, full_gradient
 from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
 from meshwright.execute.memory_runtime import low_precision_dtype, storage_bytes
 from meshwright.execute.process_groups import ProcessGroups
@@ -59,12 +57,11 @@ class FullyShardedUnits:
         for index, group in enumerate(optimizer.param_groups):
             shards = [shard.param for flat in self.buckets for shard in flat.optimizer_shards if shard.param_group == index]
             group["params"] = shards + [p for p in group["params"] if id(p) not in self._unit_of]
-        model.register_state_dict_pre_hook(_forbid_state_dict)
         optimizer.register_step_pre_hook(lambda *_: self.finish())
         optimizer.register_step_post_hook(lambda *_: hooks.discard_prefetched())
 
-    def set_reduce_op(self, op: str) -> None:
-        self._scatters.op = op
+    def set_reduction(self, reduction: Callable[[], Reduction]) -> None:
+        self._scatters.reduction = reduction
 
     def finish(self) -> None:
         """Do nothing: gradients are final when a backward ends."""
@@ -107,11 +104,6 @@ class FullyShardedUnits:
     def gradient_bytes(self) -> int:
         grads = (shard.param.grad for flat in self.buckets for shard in flat.optimizer_shards)
         return sum(grad.nbytes for grad in grads if grad is not None)
-
-
-def _forbid_state_dict(*_: Any) -> None:
-    call = "dict(meshwright.execute.full_state.full_state(applied))"
-    raise RequestError(f"zero=3: state_dict would hold no values, because a rank holds shards of them: call {call} on all ranks instead")
 
 
 def is_sharded(model: nn.Module) -> bool:
