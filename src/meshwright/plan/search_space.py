@@ -22,6 +22,7 @@ from meshwright.core.plan import BalancePolicy, CompileMode, Offload, Overlap, P
 from meshwright.core.rank_devices import assign_rank_devices, device_kind
 from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.routes import Route, routes_for_world
+from meshwright.core.sample_coupling import SampleCoupling
 from meshwright.core.tensor_policy import TensorPolicy
 from meshwright.core.tied_parameters import check_tied_parameters
 from meshwright.core.workload import Workload
@@ -32,6 +33,7 @@ from meshwright.plan.expert_planner import choose_expert_parallel
 from meshwright.plan.memory_planner import RECOMPUTE_MODES, choose_memory
 from meshwright.plan.partition import single_stage
 from meshwright.plan.pipeline_planner import StageBoundaries, balanced_stages, find_stage_boundaries
+from meshwright.plan.sample_analysis import find_sample_coupling
 from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.tensor_planner import check_placements, choose_tensor_grid, reject_if_unsharded
 
@@ -301,6 +303,7 @@ def make_plan(
         sync=_sync_policy(constraints, world),
         balance=equal_balance(workload.global_batch, mesh) if len(set(map(device_kind, rank_devices))) > 1 else BalancePolicy(),
         placements=constraints.placements,
+        samples=find_sample_coupling(constraints.flow) if constraints.flow is not None else SampleCoupling(),
         compile=constraints.compile or ("none" if eager else default_compile(device, world)),
         device=device,
         rank_devices=rank_devices,
