@@ -93,6 +93,7 @@ class ModelProfile:
     counted_loss: bool = False  # the loss is (sum, count), and both are reduced over ranks
     buffers: tuple[TensorSpec, ...] = ()  # the model's buffers: running statistics, tables
     sample_bytes: float = 0.0  # bytes of one sample of a batch
+    batch_norms: tuple[tuple[str, int], ...] = ()  # BatchNorm layers that are training, and their channels
 
     @property
     def parameters(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +110,7 @@ class _Mean(NamedTuple):
 
     value: Tensor
     total: Callable[[], Tensor]
-    count: Tensor
+    divisor: Tensor
 
 
 class _MeanRecorder(TorchFunctionMode):
@@ -130,7 +129,7 @@ class _MeanRecorder(TorchFunctionMode):
     def sum_and_count(self, value: Any) -> Any:
         """(sum, count) if the value is a recorded mean; otherwise the value."""
         mean = self._find(value)
-        return value if mean is None else (mean.total(), mean.count)
+        return value if mean is None else (mean.total(), mean.divisor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,11 +172,11 @@ class _MeanRecorder(TorchFunctionMode):
 
     def _follow(self, name: str, mean: _Mean, other: Any, out: Tensor) -> None:
         """Record a multiple of a mean, or another dtype of it."""
-        if isinstance(other, Real) and name in _PRODUCTS:
-            self._means.append(_Mean(out, lambda: mean.total() * other, mean.count))
-        elif isinstance(other, Real) and name in _DIVISIONS:
-            self._means.append(_Mean(out, lambda: mean.total() / other, mean.count))
+        if isinstance(other, (int, float)) and name in _PRODUCTS:
+            self._means.append(_Mean(out, lambda: mean.total() * other, mean.divisor))
+        elif isinstance(other, (int, float)) and name in _DIVISIONS:
+            self._means.append(_Mean(out, lambda: mean.total() / other, mean.divisor))
         elif name in _SAME_NUMBER:
-            self._means.append(_Mean(out, lambda: mean.total().to(out.dtype), mean.count))
+            self._means.append(_Mean(out, lambda: mean.total().to(out.dtype), mean.divisor))
         elif name in ("neg", "__neg__"):
-            self._means.append(_Mean(out, lambda: -mean.total(), mean.count))
+            self._means.append(_Mean(out, lambda: -mean.total(), mean.divisor))

@@ -54,6 +54,8 @@ KNOBS = (
     Knob("overlap", "overlap"),
     Knob("timeout_s", "timeout_s"),
     Knob("spatial", "spatial", parse_grid),
+    Knob("samples", "samples"),
+    Knob("batchnorm", "batch_norm", in_plan=lambda plan: plan.batch_norm),
 )
 
 # The settings that apply to a user's own script: where to run it and how to plan it. The script itself decides the rest.

@@ -16,6 +16,7 @@ from meshwright.schedule.buckets import Bucket, ParamReplication, assign_buckets
 from meshwright.schedule.compression_actions import bucket_collectives, replica_bytes
 from meshwright.schedule.context_actions import add_context_collectives
 from meshwright.schedule.expert_actions import expert_collectives
+from meshwright.schedule.norm_actions import synced_norm_collectives
 from meshwright.schedule.rank_profile import local_profile
 from meshwright.schedule.sequence_actions import sequence_collectives
 from meshwright.schedule.spatial_actions import ModuleAction, spatial_collectives
@@ -155,7 +156,7 @@ def _layer_actions(
 def layer_collectives(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate) -> LayerCollectives:
     """The collectives inside layers, by layer and phase; `again` holds those that recomputing a layer repeats."""
     same, equal = plan.partition_key
-    key = (*equal, coordinate, bool(plan.balance.shares))
+    key = (*equal, coordinate, bool(plan.balance.shares), plan.mesh.group_size("data") if plan.batch_norm == "sync" else 1)
     return profile.memo.get_or_compute("layer collectives", same, key, lambda: _build_layer_collectives(plan, profile, coordinate))
 
 
@@ -181,6 +182,7 @@ def _build_layer_collectives(plan: Plan, profile: ModelProfile, coordinate: Mesh
     for module, phase, action, again in expert_collectives(plan, profile.batch, coordinate.ep) if plan.mesh.ep > 1 else ():
         add(module, phase, action, again)
     add_all(spatial_collectives(plan.spatial, profile.batch, coordinate.cp))
+    add_all(synced_norm_collectives(plan))
     return collectives
 
 
