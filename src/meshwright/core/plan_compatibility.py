@@ -76,14 +76,10 @@ def _check_spatial(plan: Plan) -> None:
 def _check_synced_norms(plan: Plan) -> None:
     """Statistics of a whole batch need all of its samples in one forward pass."""
     if plan.micro_batches > 1:
-        advice = "set micro_batches=1, or batchnorm=local"
-        raise RequestError(
-            f"plan: batchnorm=sync normalises a whole batch at once, and {plan.micro_batches} micro-batches follow each other: {advice}"
-        )
+        parts = f"it has {plan.micro_batches} micro-batches, one after another"
+        raise RequestError(f"plan: batchnorm=sync normalises a whole batch at once, and {parts}: set micro_batches=1, or batchnorm=local")
     if plan.spatial.grid and plan.mesh.data_parallel_size > 1:
-        raise RequestError(
-            f"plan: batchnorm=sync does not go with spatial parallelism beside data ranks yet (mesh {plan.mesh}): use --mesh dp or cp alone"
-        )
+        raise RequestError(f"plan: batchnorm=sync does not go with spatial parallelism beside data ranks yet (mesh {plan.mesh}): use dp or cp alone")
 
 
 def _check_expert(plan: Plan) -> None:

@@ -90,22 +90,24 @@ def inexact_reasons(plan: Plan) -> list[str]:
             operations = ", ".join(dict.fromkeys(m.operation for m in met[:3]))
             reasons.append(f"{_list_places(met)} {text.format(part=part)} ({operations}): set samples=together to keep a batch whole")
     if coupling.loss == "terms":
-        advice = "return (sum, count) of each term's mean, or set samples=together"
-        reasons.append(f"the loss adds other terms to a mean over unmasked targets, and each {part} divides by its own number of targets: {advice}")
+        divides = f"each {part} divides by the number of its own"
+        reasons.append(f"the loss adds other terms to a mean over targets, and where targets are masked {divides}: set samples=together")
     return reasons
-
-
-def unknown_samples(plan: Plan) -> str:
-    """The sentence for a plan that splits a batch of which nothing is known; empty otherwise."""
-    if batch_parts(plan) == 1 or plan.samples.loss != "unknown":
-        return ""
-    return "Whether samples meet in the model or its loss is not known, because it could not be traced: if they do, set samples=together."
 
 
 def describe_inexactness(plan: Plan) -> str:
     """One line that says what differs from one device; empty where nothing does."""
     reasons = inexact_reasons(plan)
     return f"not equal to one device: {'; '.join(reasons)}" if reasons else ""
+
+
+def explain_samples(plan: Plan) -> list[str]:
+    """Sentences for the explanation of a plan: what differs from one device, or that it is not known."""
+    if inexact := describe_inexactness(plan):
+        return [f"{inexact[0].upper()}{inexact[1:]}."]
+    if batch_parts(plan) > 1 and plan.samples.loss == "unknown":
+        return ["Whether samples meet in the model or its loss is not known, because they were not traced: if they do, set samples=together."]
+    return []
 
 
 def _list_places(meetings: tuple[SampleMeeting, ...] | list[SampleMeeting]) -> str:
