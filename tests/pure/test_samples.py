@@ -181,7 +181,7 @@ def test_where_all_targets_are_masked_the_sum_and_the_count_are_zero() -> None:
 
 def test_means_of_an_untraceable_loss_are_counted_and_other_losses_are_left_alone() -> None:
     model = nn.Linear(6, 6)
-    total, count = run_counted(lambda m, b: squares(m, b)[b["mask"].bool()].mean(), model, batch())
+    _, count = run_counted(lambda m, b: squares(m, b)[b["mask"].bool()].mean(), model, batch())
     assert int(count) == int(batch()["mask"].sum())
     two_terms: LossFn = next(case[1] for case in LOSSES if case[0] == "two terms")
     assert float(run_counted(two_terms, model, batch()).detach()) == pytest.approx(float(two_terms(model, batch()).detach()))

@@ -69,6 +69,11 @@ def counts_targets(plan: Plan) -> bool:
     return plan.samples.loss == "masked mean" and batch_parts(plan) > 1
 
 
+def watches_loss(plan: Plan) -> bool:
+    """Whether nothing is known about the loss, so that the run finds out whether it is a masked mean. Context parallelism counts targets itself."""
+    return plan.samples.loss == "unknown" and plan.compile == "none" and plan.mesh.cp == 1
+
+
 def inexact_reasons(plan: Plan) -> list[str]:
     """What differs from one device under this plan, one sentence each with what to set; empty where the plan is exact, as far as is known."""
     if batch_parts(plan) == 1:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from meshwright.core.model import LOSS_LAYER
 from meshwright.core.plan import Plan, compiles_layer
-from meshwright.core.sample_coupling import batch_parts
+from meshwright.core.sample_coupling import batch_parts, watches_loss
 from meshwright.core.task import Batch, Loss
 
 _DIVISIONS = frozenset(("div", "true_divide", "divide", "__truediv__", "__div__", "div_", "__itruediv__"))
@@ -43,7 +43,7 @@ class LossCounter:
     def __init__(self, plan: Plan) -> None:
         coupling, mesh = plan.samples, plan.mesh
         self._is_known, self._splits_batch = coupling.loss == "masked mean", batch_parts(plan) > 1
-        self._may_count = self._is_known or (coupling.loss == "unknown" and plan.compile == "none")
+        self._may_count = self._is_known or watches_loss(plan)
         self._rechecks = mesh.pp > 1  # ranks without the last stage never see a loss, and must decide alike
         # Modes are a stack: one that begins inside the model's own forward must not do so within a mode of another mechanism, nor within a graph.
         is_outside, has_modes = coupling.loss_after == "", mesh.cp > 1 or mesh.degree("tp") > 1

@@ -26,7 +26,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.phases import PhaseClock, process_start
 from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import DEVICES_VARIABLE, assign_rank_devices, show_rank_devices
-from meshwright.core.sample_coupling import describe_inexactness, explain_samples
+from meshwright.core.sample_coupling import batch_parts, describe_inexactness, explain_samples
 from meshwright.core.serialization import to_data, write_json
 from meshwright.core.task import Task
 from meshwright.core.workload import Precision, Workload
@@ -48,7 +48,16 @@ from meshwright.orchestrate.knobs import check_given, constraints_from_config, s
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
 from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
-from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, plan_penalty, refuse_unused
+from meshwright.plan import (
+    Ranking,
+    best_precision,
+    check_precision,
+    check_selective_recompute,
+    explain,
+    find_sample_coupling,
+    plan_penalty,
+    refuse_unused,
+)
 from meshwright.schedule import plan_ledgers
 
 ProgressCallback = Callable[[str], None]
@@ -211,6 +220,8 @@ class Orchestrator:
             plan = Plan.load(Path(self.config.plan))
             if needs_partitioning(plan):  # written by hand, without tensor-parallel shards or pipeline stages
                 plan = fill_partitioning(plan, trace_dataflow(task, plan.memory.precision), profile)
+            if plan.samples.loss == "unknown" and batch_parts(plan) > 1:
+                plan = replace(plan, samples=find_sample_coupling(trace_dataflow(task, plan.memory.precision)))
             self._check_plan(plan, workload, task, profile)
             predicted = estimate(plan, profile, workload, self.cluster, calibration)
             self.phases.mark("plan")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
-from meshwright.core.sample_coupling import counts_targets
+from meshwright.core.sample_coupling import batch_parts, counts_targets, watches_loss
 from meshwright.core.schedule import Action, Op, Schedule
 from meshwright.core.tensor_policy import CollectiveSite
 from meshwright.core.workload import ITEM_BYTES, LOW_PRECISION_DTYPES
@@ -233,7 +233,9 @@ def _enclosing_layer(module: str, layers: set[str]) -> str:
 def _loss_actions(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
     if plan.mesh.group_size("batch") > 1:
         size = 8 if plan.memory.precision == "fp64" else 4
-        yield Action("loss", "all_reduce", bytes=size * (2 if profile.counted_loss or counts_targets(plan) else 1), axis="batch")
+        may_count = watches_loss(plan) and batch_parts(plan) > 1 and not profile.counted_loss
+        count = 2 if profile.counted_loss or counts_targets(plan) or may_count else 1
+        yield Action("loss", "all_reduce", bytes=size * count, axis="batch", expected_bytes=size if may_count else None)
 
 
 def _grad_norm_actions(plan: Plan, clip: bool) -> Iterator[Action]:
