@@ -16,10 +16,12 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.sample_coupling import SampleCoupling, SampleMeeting, batch_parts, describe_inexactness, explain_samples
 from meshwright.describe.dataflow_tracer import trace_dataflow, trace_module_dataflow
+from meshwright.describe.profile_tracer import trace_module
 from meshwright.execute.counted_loss import run_counted
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import load_task
 from meshwright.plan.sample_analysis import find_sample_coupling
+from meshwright.schedule import plan_ledger
 
 Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Batch], Any]
@@ -210,6 +212,18 @@ def test_what_is_not_known_is_not_claimed() -> None:
     assert not describe_inexactness(Plan("m", 8, Mesh(dp=2)))
     assert "is not known" in explain_samples(Plan("m", 8, Mesh(dp=2)))[0]
     assert not explain_samples(Plan("m", 8, Mesh(dp=2), samples=SampleCoupling(loss="masked mean")))
+
+
+def test_the_ledger_lists_synced_statistics_and_counts() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 6))
+    loss_fn: LossFn = lambda m, b: F.cross_entropy(m(b["x"]), b["label"])  # noqa: E731
+    samples = find_sample_coupling(trace_module_dataflow(model, loss_fn, batch()))
+    plan = Plan("m", 8, Mesh(dp=2), samples=samples, batch_norm="sync")
+    profile = trace_module(model, loss_fn, batch(), name="m")
+    lines = {(line.name, line.op): (line.calls, line.bytes) for line in plan_ledger(plan, profile) if line.phase == "step"}
+    assert lines["statistics/1", "all_gather"] == (1, (2 * 5 + 1) * 4 * 2)
+    assert lines["statistics/1", "all_reduce"] == (1, 2 * 5 * 4)
+    assert lines["loss", "all_reduce"] == (1, 8)
 
 
 def test_synced_batch_norm_needs_one_micro_batch() -> None:

@@ -81,10 +81,8 @@ def inexact_reasons(plan: Plan) -> list[str]:
     part = "micro-batch" if plan.micro_batches > 1 else "data rank"
     coupling, reasons = plan.samples, []
     if norms := coupling.batch_norms if plan.batch_norm == "local" else ():
-        same = "as in DDP" if plan.micro_batches == 1 else "as in gradient accumulation"
-        reasons.append(
-            f"BatchNorm ({_list_places(norms)}) normalises each {part}'s samples by themselves, {same}: set batchnorm=sync for one device's"
-        )
+        same, advice = ("as in DDP", "") if plan.micro_batches == 1 else ("as in gradient accumulation", " and micro_batches=1")
+        reasons.append(f"BatchNorm ({_list_places(norms)}) normalises each {part}'s samples by themselves, {same}: set batchnorm=sync{advice}")
     words = {
         "products": "compares samples with each other, and each {part} has only its own",
         "statistics": "computes on statistics of the batch, and each {part} has its own",
