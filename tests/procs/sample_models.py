@@ -31,6 +31,15 @@ class Language(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Attending(Language):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            heads = block(x).view(*tokens.shape, 2, WIDTH // 2).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +114,7 @@ def llama() -> nn.Module:
 KINDS: dict[str, tuple[Any, Any]] = {
     "cross entropy": (Language, cross_entropy),
     "weighted": (Language, weighted),
+    "attending": (Attending, cross_entropy),
     "divided": (Language, divided),
     "summed": (Language, summed),
     "gpt2": (gpt2, own_labels),

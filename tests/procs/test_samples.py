@@ -37,6 +37,11 @@ def test_weighted_summed_and_models_own_losses_equal_one_device(pool: Any, kind:
     assert_equal(run(pool, kind, mesh, micro_batches=2), kind)
 
 
+@pytest.mark.parametrize(("mesh", "micro_batches"), [("cp=2", 1), ("cp=2", 2), ("tp=2", 2)])
+def test_ranks_that_split_positions_or_features(pool: Any, mesh: str, micro_batches: int) -> None:
+    assert_equal(run(pool, "attending", mesh, micro_batches=micro_batches), "attending")
+
+
 def test_unequal_shares_of_masked_targets(pool: Any) -> None:
     assert_equal(run(pool, "cross entropy", "dp=2", shares=(3, 5)), "cross entropy")
 
