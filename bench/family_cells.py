@@ -19,12 +19,7 @@ import meshwright as mw
 from family_models import BATCH, Family, Loss, all_families, build
 from meshwright.core.errors import RequestError
 
-MESHES = {
-    "dp": {"mesh": "dp=2"},
-    "zero3": {"mesh": "shard=2", "zero": 3},
-    "tp": {"mesh": "tp=2"},
-    "pp": {"mesh": "pp=2"},
-}
+MESHES = {"dp": {"mesh": "dp=2"}, "zero3": {"mesh": "shard=2", "zero": 3}, "tp": {"mesh": "tp=2"}, "pp": {"mesh": "pp=2"}}
 STEPS, LEARNING_RATE = 4, 1e-3
 TOLERANCE = 1e-4  # relative, of losses and gradient norms; wider where rounding changes them on one device
 _families: dict[str, Family] = {}

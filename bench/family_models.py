@@ -1,9 +1,9 @@
 """Models that nobody chose for Meshwright: every model type of `transformers`, one of each family of `timm` and `torchvision`, models of
 `diffusers` and torch's own modules, each built small from its own configuration, with a batch and a loss.
 
-A model type's configuration is its default one, shrunken by the names of its fields (`shrink`): widths, depths, vocabularies, images. Where the class
-computes a loss from labels, that loss is used, else the distance of its first output from a wave. What cannot be built or run on one device this way is
-reported as such and is not a model of the sweep.
+A model type's configuration is its default one, shrunken by the names of its fields (`shrink`): widths, depths, vocabularies, images. Where the
+class computes a loss from labels, that loss is used, else the distance of its first output from a wave. What cannot be built or run on one device
+this way is reported as such and is not a model of the sweep.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ def first_tensor(output: Any) -> Tensor:
         return output
     values = output.values() if hasattr(output, "values") else output if isinstance(output, (tuple, list)) else vars(output).values()
     for value in values:
-        if value is not None and (isinstance(value, Tensor) or isinstance(value, (tuple, list)) or hasattr(value, "values")):
+        if isinstance(value, (Tensor, tuple, list)) or hasattr(value, "values"):
             found = first_tensor(value)
             if found.is_floating_point() and (found.requires_grad or not torch.is_grad_enabled()):
                 return found
@@ -160,7 +160,7 @@ def shrink(config: Any) -> Any:
             continue
         try:
             setattr(config, name, _small(name, value, config))
-        except Exception:  # noqa: S112 — some fields are computed from others
+        except Exception:  # some fields are computed from others
             continue
     return config
 
@@ -203,7 +203,17 @@ def _small_int(name: str, value: int, config: Any) -> int:
         return 16
     if name in ("window_size", "n_groups", "mamba_n_groups", "n_group", "topk_group"):
         return min(value, 4 if name == "window_size" else 1)
-    if name in ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "qk_nope_head_dim", "v_head_dim", "d_head", "head_size", "attention_key_dim"):
+    if name in (
+        "head_dim",
+        "d_kv",
+        "kv_channels",
+        "attention_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+        "d_head",
+        "head_size",
+        "attention_key_dim",
+    ):
         return min(value, WIDTH // HEADS)
     if name in ("qk_rope_head_dim", "rotary_dim", "qk_head_dim", "index_head_dim"):
         return min(value, 4 if name != "qk_head_dim" else WIDTH // HEADS + 4)
@@ -281,7 +291,14 @@ def _transformer_batch(model: nn.Module, config: Any, head: str, everything: boo
     def features() -> Tensor:
         bins = getattr(audio, "num_mel_bins", None) or getattr(audio, "input_feat_per_channel", None) or getattr(audio, "feature_size", None) or 80
         frames = 2 * getattr(audio, "max_source_positions", 32)
-        by_time = config.model_type in ("speech_to_text", "wav2vec2-bert", "seamless_m4t", "seamless_m4t_v2", "audio-spectrogram-transformer", "fastspeech2")
+        by_time = config.model_type in (
+            "speech_to_text",
+            "wav2vec2-bert",
+            "seamless_m4t",
+            "seamless_m4t_v2",
+            "audio-spectrogram-transformer",
+            "fastspeech2",
+        )
         return torch.randn(BATCH, *((frames, bins) if by_time else (bins, frames)), generator=generator)
 
     makers: dict[str, Callable[[], Tensor]] = {
@@ -292,7 +309,9 @@ def _transformer_batch(model: nn.Module, config: Any, head: str, everything: boo
         "input_values": lambda: torch.randn(BATCH, 800, generator=generator),
         "decoder_input_ids": ids,
         "bbox": lambda: torch.zeros(BATCH, SEQ, 4, dtype=torch.long),
-        "past_values": lambda: torch.randn(BATCH, getattr(config, "context_length", 32), getattr(config, "num_input_channels", 1), generator=generator),
+        "past_values": lambda: torch.randn(
+            BATCH, getattr(config, "context_length", 32), getattr(config, "num_input_channels", 1), generator=generator
+        ),
     }
     main = getattr(model, "main_input_name", "input_ids")
     names = [main] + [n for n, p in accepted.items() if n != main and n in makers and (everything or p.default is inspect.Parameter.empty)]
@@ -314,7 +333,10 @@ def _transformer_batch(model: nn.Module, config: Any, head: str, everything: boo
 
 def _define_missing_operators() -> None:
     """torchvision's wheel for CUDA does not load its operators beside a CPU build of torch; its models are still importable if their schemas exist."""
-    for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor", "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):
+    for schema in (
+        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    ):
         if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
             _LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
             _LIBRARIES[-1].define(schema)

@@ -25,6 +25,7 @@ from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.plan_strategy import PlanTransform, Strategy, as_strategy
 from meshwright.core.rank_devices import device_selection, rank_devices_from_env
+from meshwright.core.sample_coupling import describe_inexactness, explain_samples
 from meshwright.core.serialization import write_json
 from meshwright.core.task import Batch, Loss
 from meshwright.core.workload import Workload
@@ -42,8 +43,9 @@ from meshwright.execute.sharded_gradients import clip_grad_norm_, follow_sharded
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, detect_launched_rank, join_process_group
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.knobs import config_from_environment, constraints_from_config
+from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, load_strategy
-from meshwright.plan import Constraints, Ranking, explain, rank_plans
+from meshwright.plan import Constraints, Ranking, explain
 
 _INIT_TIMEOUT_S = 600.0  # longest wait for a slow rank
 _KINDS: dict[str, Any] = {
@@ -230,7 +232,7 @@ def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None
     fixed = Constraints(world=world, **constraints)
     if fixed.flow is None and len(cluster.devices) > 1:
         fixed = replace(fixed, flow=_trace_dataflow(model, loss_fn, batch, fixed.mesh))
-    return rank_plans(profile, cluster, workload, calibration, fixed)
+    return rank_plans_traced(profile, cluster, workload, calibration, fixed, lambda: _trace_dataflow(model, loss_fn, batch))
 
 
 def connect(mesh: Mesh | str | None = None, *, backend: str | None = None) -> ProcessGroups:
@@ -297,9 +299,10 @@ def _resolve_plan(
     if given is not None and strategy is not None:
         raise RequestError("a given plan runs unchanged, and a strategy would change it: leave one of them out")
     if isinstance(given, Plan):
-        return given, "Given by the script."
+        return given, " ".join(["Given by the script.", *explain_samples(given)])
     if given is not None:
-        return Plan.load(Path(given)), f"Given by {given}."
+        loaded = Plan.load(Path(given))
+        return loaded, " ".join([f"Given by {given}.", *explain_samples(loaded)])
     decision: list[Any] = [None]
     if launched.rank == 0:
         decision = [_plan_on_rank_zero(model, optimizer, loader, loss_fn, strategy, launched.world)]
@@ -331,7 +334,8 @@ def _plan_on_rank_zero(
         mesh, backend = Mesh.parse(config.mesh) if config.mesh else None, dist.get_backend() if world > 1 else None
         flow = _trace_dataflow(model, loss_fn, batch, mesh) if loss_fn is not None and world > 1 else None
         constraints = replace(constraints_from_config(config, flow), world=world, compile=config.compile or "none", backend=backend)
-        ranking = rank_plans(profile, cluster, workload, calibration, constraints)
+        trace = lambda: _trace_dataflow(model, loss_fn, batch) if loss_fn is not None else None  # noqa: E731
+        ranking = rank_plans_traced(profile, cluster, workload, calibration, constraints, trace)
         why = explain(ranking)
         if transform is not None:
             ranking, change = apply_strategy(ranking, transform, lambda _: flow)
@@ -361,6 +365,8 @@ def _example_batch(loader: Iterable[Batch]) -> Batch:
 
 def _report_plan(plan: Plan, why: str, launched: LaunchedRank) -> None:
     builtins.print(f"meshwright: {plan.summary()}", file=sys.stderr)
+    if inexact := describe_inexactness(plan):
+        builtins.print(f"meshwright: {inexact}", file=sys.stderr)
     if launched.run:
         plan.save(Path(launched.run) / "plan.json")
         write_json(Path(launched.run) / "why.json", {"why": why})

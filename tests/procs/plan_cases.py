@@ -24,6 +24,7 @@ from meshwright.describe.profile_tracer import trace_module
 from meshwright.plan import choose_cp_policies, choose_expert_parallel
 from meshwright.plan.partition import choose_units, single_stage
 from meshwright.plan.pipeline_planner import cut_stages
+from meshwright.plan.sample_analysis import find_sample_coupling
 from meshwright.plan.tensor_planner import choose_tensor_grid
 from meshwright.schedule import ledger_differences, plan_ledger
 from tests.procs.jobs import build, global_batch
@@ -69,7 +70,7 @@ def spread(
     owners = choose_expert_parallel(flow, mesh.ep) if mesh.ep > 1 else ExpertPolicy()
     count = mesh.pp * (each or schedule_traits(schedule).stages_per_rank)
     stages = cut_stages(flow, profile, count, tensor, across, mesh.cp) if mesh.pp > 1 else single_stage(profile)
-    shared = {"tensor": tensor, "tensor_y": across, "context": context, "spatial": spatial, "expert": owners}
+    shared = {"tensor": tensor, "tensor_y": across, "context": context, "spatial": spatial, "expert": owners, "samples": find_sample_coupling(flow)}
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, **shared)  # type: ignore[arg-type]
     check_tied_parameters(plan, profile.tied_parameters)
     return from_data(Plan, to_data(plan), "plan"), profile

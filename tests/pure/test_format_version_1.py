@@ -18,6 +18,7 @@ from meshwright.core.plan_checks import VERSION
 from meshwright.core.serialization import from_data, to_data
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "plans_v1"
+LATER_KEYS = ("samples", "batch_norm")  # that version 1 did not have
 MODULES = (calibration, context_policy, expert_policy, plan, routes, schedule, spatial_policy, tensor_policy)
 
 
@@ -29,7 +30,8 @@ def test_a_plan_of_version_1_is_read_and_written_as_version_2(file: Path, tmp_pa
     new = json.loads((tmp_path / "plan.json").read_text())
     assert (old["version"], new["version"]) == (1, VERSION)
     assert Plan.load(tmp_path / "plan.json") == found
-    assert sorted(_leaves({**old, "version": 0})) == sorted(_leaves({**new, "version": 0})), "every value is kept"
+    known = {key: value for key, value in new.items() if key not in LATER_KEYS}
+    assert sorted(_leaves({**old, "version": 0})) == sorted(_leaves({**known, "version": 0})), "every value is kept"
 
 
 def _leaves(data: Any) -> list[str]:

@@ -43,6 +43,8 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {  # key → what a user writes,
     "overlap": ([], {"overlap": ()}),
     "timeout_s": (7.0, {"timeout_s": 7.0}),
     "spatial": ("2x1", {"spatial": (2, 1)}),
+    "samples": ("together", {"samples": "together"}),
+    "batchnorm": ("sync", {"batch_norm": "sync"}),
 }  # fmt: skip
 
 
@@ -93,6 +95,8 @@ HELD: dict[str, tuple[Any, Any, str]] = {  # key → what PLAN holds, what it do
     "offload": ("none", "optimizer", "has offload none, the request optimizer"),
     "compression": ("bf16", "none", "has compression bf16, the request none"),
     "compression_rank": (4, 2, "has compression_rank 4, the request 2"),
+    "samples": ("apart", "together", "has samples apart, the request together"),
+    "batchnorm": ("local", "sync", "has batchnorm local, the request sync"),
 }
 
 

@@ -76,7 +76,9 @@ class Operation:
     indivisible_dims: tuple[int, ...] = ()
     call_index: int = -1  # index into Dataflow.sized_calls
     function: str = ""  # the function in the model's code that issued it
-    int_args: tuple[int, ...] = ()  # slice: dim, start and step; range: start and step; convolution: groups; loss: its reduction
+    # slice: dim, start and step; range: start and step; convolution: groups; loss: its reduction, and ignore_index; batch norm: whether it is
+    # training; product or quotient with a number: the number's power of the batch size; sum with a number: whether it is more than a small epsilon
+    int_args: tuple[int, ...] = ()
     window: SlidingWindow | None = None
 
 

@@ -93,6 +93,7 @@ class ModelProfile:
     counted_loss: bool = False  # the loss is (sum, count), and both are reduced over ranks
     buffers: tuple[TensorSpec, ...] = ()  # the model's buffers: running statistics, tables
     sample_bytes: float = 0.0  # bytes of one sample of a batch
+    batch_norms: tuple[tuple[str, int], ...] = ()  # BatchNorm layers that are training, and their channels
     untraceable: str = ""  # why the model was run instead of traced; its units may run on some ranks and not on others
 
     @property

@@ -19,6 +19,7 @@ from meshwright.core.plan_checks import VERSION, check_plan
 from meshwright.core.rank_devices import device_kind, show_rank_devices
 from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.routes import Route
+from meshwright.core.sample_coupling import BatchNormMode, SampleCoupling
 from meshwright.core.serialization import from_data, read_json, write_json
 from meshwright.core.spatial_policy import SpatialPolicy, show_grid
 from meshwright.core.tensor_policy import TensorPolicy
@@ -152,6 +153,8 @@ class Plan:
     context: ContextPolicy = ContextPolicy()
     spatial: SpatialPolicy = SpatialPolicy()
     expert: ExpertPolicy = ExpertPolicy()
+    samples: SampleCoupling = SampleCoupling()
+    batch_norm: BatchNormMode = "local"  # whose samples BatchNorm normalises together: each data rank's own, or those of all (sync)
     compile: CompileMode = "none"
     device: DeviceKind = "cpu"
     rank_devices: tuple[str, ...] = ()  # each rank's device ('cuda:0', 'cpu'), where these differ in kind or ranks share a card
@@ -266,6 +269,7 @@ class Plan:
         parts += [_recompute_summary(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
         parts += ["optimizer in host memory"] * (self.memory.offload == "optimizer")
         parts += [f"compile {self.compile}"] * (self.compile != "none")
+        parts += ["BatchNorm in sync"] * (self.batch_norm == "sync")
         parts += [f"gradients in {self.sync.compression}"] * (self.sync.compression != "none")
         return ", ".join(parts)
 

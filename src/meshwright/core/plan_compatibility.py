@@ -24,6 +24,8 @@ def check_compatibility(plan: Plan) -> None:
         _check_pipeline(plan)
     if plan.spatial.grid:
         _check_spatial(plan)
+    if plan.batch_norm == "sync":
+        _check_synced_norms(plan)
 
 
 def _check_pipeline(plan: Plan) -> None:
@@ -69,6 +71,15 @@ def _check_spatial(plan: Plan) -> None:
             raise RequestError(f"plan: spatial parallelism does not go with {axis} yet (mesh {mesh}): use dp or shard beside cp={size}")
     if plan.compile == "model":
         raise RequestError("plan: compile=model does not go with cp: ranks exchange halos inside the model; use compile=blocks")
+
+
+def _check_synced_norms(plan: Plan) -> None:
+    """Statistics of a whole batch need all of its samples in one forward pass."""
+    if plan.micro_batches > 1:
+        parts = f"it has {plan.micro_batches} micro-batches, one after another"
+        raise RequestError(f"plan: batchnorm=sync normalises a whole batch at once, and {parts}: set micro_batches=1, or batchnorm=local")
+    if plan.spatial.grid and plan.mesh.data_parallel_size > 1:
+        raise RequestError(f"plan: batchnorm=sync does not go with spatial parallelism beside data ranks yet (mesh {plan.mesh}): use dp or cp alone")
 
 
 def _check_expert(plan: Plan) -> None:

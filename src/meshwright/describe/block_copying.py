@@ -215,4 +215,4 @@ class _BlockCopy:
         values = list(self._map_values(op.inputs)), list(self._map_values(op.outputs))
         dims = self._map_dims(op.contracted_dims), self._map_dims(op.unsharded_dims)
         call, function, constants = op.call_site
-        return TracedOp(op.name, self._map_module(op.module), *values, *dims, (self._map_call(call), function, constants), op.window)
+        return TracedOp(op.name, self._map_module(op.module), *values, *dims, (self._map_call(call), function, constants), op.window, op.factor)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, Traced
 from meshwright.describe.untraceable import UntraceableError
 
 _TRACED_BATCH = 2
+_NEGLIGIBLE = 1e-5  # a number that keeps a divisor from being zero
+_SUM_REDUCTION = 2  # torch's number for it in the arguments of a loss
 # Runs Python calls that a function mode does not see; reached only where the attention cannot be decomposed.
 _OPAQUE_FUNCTION = "multi_head_attention_forward"
 
@@ -37,16 +42,29 @@ _OPAQUE_FUNCTION = "multi_head_attention_forward"
 def trace_dataflow(task: Task, precision: str = "fp32", *, copy_repeated: bool = True) -> Dataflow:
     """The dataflow of a task's model, without allocating it. `copy_repeated`: of equal blocks only two are traced, and the others copied."""
     model, mode = fake_tensors.cached_fake_model(task)
-    return _trace_loss(model, task.loss, lambda: fake_tensors.example_batch(task, _TRACED_BATCH, precision), mode, precision, copy_repeated)
+    return _trace_loss(model, task.loss, lambda size: fake_tensors.example_batch(task, size, precision), mode, precision, copy_repeated)
 
 
 def trace_module_dataflow(model: nn.Module, loss: Loss, batch: Batch, precision: str = "fp32", *, copy_repeated: bool = True) -> Dataflow:
     """The dataflow of a live model on the shapes of one of its batches. Neither is modified."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _trace_loss(model, loss, lambda: fake_tensors.example_batch_like(batch, _TRACED_BATCH), mode, precision, copy_repeated)
+    return _trace_loss(model, loss, lambda size: fake_tensors.example_batch_like(batch, size), mode, precision, copy_repeated)
 
 
-def _trace_loss(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: FakeTensorMode, precision: str, copy_repeated: bool) -> Dataflow:
+def _trace_loss(
+    model: nn.Module, loss: Loss, make_batch: Callable[[int], Batch], mode: FakeTensorMode, precision: str, copy_repeated: bool
+) -> Dataflow:
+    dataflow, numbers = _run_loss(model, loss, partial(make_batch, _TRACED_BATCH), mode, precision, copy_repeated)
+    if not _may_scale_with_batch(dataflow, numbers):
+        return dataflow
+    _, others = _run_loss(model, loss, partial(make_batch, _TRACED_BATCH + 1), mode, precision, copy_repeated)
+    return _with_batch_powers(dataflow, numbers, others)
+
+
+def _run_loss(
+    model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: FakeTensorMode, precision: str, copy_repeated: bool
+) -> tuple[Dataflow, list[float | None]]:
+    """The dataflow of one run, and the number that each operation multiplies or divides by."""
     autocast_dtype = fake_tensors.AUTOCAST_DTYPES.get(precision)
     with ExitStack() as stack:
         stack.enter_context(mode)
@@ -69,7 +87,31 @@ def _trace_loss(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], m
             raise
         except Exception as error:
             raise UntraceableError(model, error) from error
-        return recorder.build_dataflow(batch)
+        return recorder.build_dataflow(batch), [op.factor for op in recorder.trace.ops]
+
+
+def _may_scale_with_batch(dataflow: Dataflow, numbers: list[float | None]) -> bool:
+    """Whether it matters which numbers are the batch size: some sum has no dims left, or a mean is multiplied by a multiple of the batch size."""
+    for op, number in zip(dataflow.operations, numbers, strict=True):
+        is_sum = op.name == "sum" or (op.name.endswith(("loss", "loss_forward", "logits")) and op.int_args[:1] == (_SUM_REDUCTION,))
+        is_multiple = number is not None and number >= _TRACED_BATCH and number % _TRACED_BATCH == 0
+        if (is_sum or is_multiple) and not dataflow.values[op.outputs[0]].shape:
+            return True
+    return False
+
+
+def _with_batch_powers(dataflow: Dataflow, numbers: list[float | None], others: list[float | None]) -> Dataflow:
+    """The dataflow with the power of the batch size in every factor: `others` are the factors at a batch of one sample more."""
+    if len(numbers) != len(others):
+        return dataflow
+
+    def with_power(op: Operation, number: float | None, other: float | None) -> Operation:
+        if number == other or not number or not other:
+            return op
+        power = round(math.log(abs(other / number)) / math.log((_TRACED_BATCH + 1) / _TRACED_BATCH))
+        return replace(op, int_args=(power,))
+
+    return replace(dataflow, operations=tuple(map(with_power, dataflow.operations, numbers, others)))
 
 
 class _DataflowRecorder(TorchDispatchMode):
@@ -147,7 +189,7 @@ class _DataflowRecorder(TorchDispatchMode):
             context = RuleContext(self.dims_of, arguments)
             outputs = list(map(self._register_output, outs, unknown_rule(context, operands, {}, outs)))
         call_site = self.current_call, self.function, _op_constants(name, arguments)
-        stated = context.contracted_dims, context.unsharded_dims, call_site, context.window
+        stated = context.contracted_dims, context.unsharded_dims, call_site, context.window, _factor(name, arguments)
         self.trace.ops.append(TracedOp(name, self.frames[-1].module, inputs, outputs, *stated))
 
     def _register_output(self, tensor: Tensor, dims: TensorDims) -> int:
@@ -270,7 +312,21 @@ def _op_constants(name: str, arguments: dict[str, Any]) -> tuple[int, ...]:
         return constants if all(isinstance(n, int) for n in constants) else ()
     if name == "convolution":
         return (arguments["groups"],)
-    return (arguments["reduction"],) if isinstance(arguments.get("reduction"), int) else ()
+    if "batch_norm" in name:
+        return (int(bool(arguments.get("training", arguments.get("train", name.endswith("with_update"))))),)
+    if name.rstrip("_") in ("add", "sub") and isinstance(number := arguments.get("other"), (int, float)):
+        return (int(abs(number) > _NEGLIGIBLE),)
+    if not isinstance(arguments.get("reduction"), int):
+        return ()
+    return (arguments["reduction"], *([arguments.get("ignore_index", -100)] if name.startswith("nll_loss") else []))
+
+
+def _factor(name: str, arguments: dict[str, Any]) -> float | None:
+    """The number that an operation multiplies by; None if there is none."""
+    number = arguments.get("other")
+    if name.rstrip("_") not in ("mul", "div") or isinstance(number, bool) or not isinstance(number, (int, float)) or not number:
+        return None
+    return float(number) if name.startswith("mul") else 1.0 / number
 
 
 def _layer_kind(module: nn.Module) -> LayerKind:

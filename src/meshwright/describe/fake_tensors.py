@@ -108,9 +108,9 @@ class _DecidedDraws(TorchFunctionMode):
         self._draws: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._draws and func in (torch.Tensor.lt, torch.Tensor.__lt__) and any(args[0] is draw for draw in self._draws):
-            if not torch.is_tensor(args[1]) and args[1] <= 0:
-                return False
+        is_less = self._draws and func in (torch.Tensor.lt, torch.Tensor.__lt__) and not torch.is_tensor(args[1])
+        if is_less and args[1] <= 0 and any(args[0] is draw for draw in self._draws):
+            return False
         out = func(*args, **(kwargs or {}))
         if func is torch.rand and out.numel() == 1:
             self._draws.append(out)

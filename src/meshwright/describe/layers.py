@@ -77,6 +77,12 @@ def behavior_signature(module: nn.Module) -> str:
 _INDEX_SUFFIXES = ("idx", "index", "site", "layer_id", "layer_number")
 
 
+def training_batch_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """The BatchNorm layers that normalise by the batch, and their channels; frozen ones do not."""
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return tuple((name, m.num_features) for name, m in layers if m.training or m.running_mean is None)
+
+
 def tied_parameter_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """The names of each tied parameter; the first is the one that it is counted under."""
     names_by_id: dict[int, list[str]] = {}

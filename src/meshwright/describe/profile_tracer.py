@@ -35,7 +35,7 @@ from meshwright.describe import fake_tensors
 from meshwright.describe.convolution_workspace import ConvWorkspace, convolution_workspace
 from meshwright.describe.cuda_autocast import CudaAutocast
 from meshwright.describe.layer_profiles import PROBED_BATCHES, LayerTrace, buffer_specs, layer_profiles
-from meshwright.describe.layers import Layer, find_layers, tied_parameter_names
+from meshwright.describe.layers import Layer, find_layers, tied_parameter_names, training_batch_norms
 from meshwright.describe.mincut_partitioner import MinCutPartitioner
 from meshwright.describe.op_classification import flops_of, is_zero_cost, kernel_kind
 from meshwright.describe.repeated_blocks import skip_repeated_blocks
@@ -74,7 +74,7 @@ def trace_module(
 def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
     """A profile of a live model without a loss: parameters are exact, everything else is zero."""
     layers = layer_profiles(model, find_layers(model), {}, {})
-    return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=buffer_specs(model))
+    return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=buffer_specs(model), batch_norms=training_batch_norms(model))
 
 
 def _profile_by_running(
@@ -102,7 +102,8 @@ def _trace_profile(
     tied, buffers = tied_parameter_names(model), buffer_specs(model, fp64)
     with mode:
         few, more = (sum(_bytes(t) for t in pytree.tree_leaves(make_batch(n)) if torch.is_tensor(t)) for n in PROBED_BATCHES)
-    return ModelProfile(name, low, PROBED_BATCHES[0], slopes, precision, attention, None, tied, counted_loss, buffers, float(more - few))
+    known = tied, counted_loss, buffers, float(more - few), training_batch_norms(model)
+    return ModelProfile(name, low, PROBED_BATCHES[0], slopes, precision, attention, None, *known)
 
 
 def _trace_step(

@@ -21,6 +21,7 @@ class TracedOp:
     unsharded_dims: list[LogicalDim]
     call_site: tuple[int, str, tuple[int, ...]]  # index of the call that contains its sizes, the function in the code, its constants
     window: SlidingWindow | None
+    factor: float | None = None  # the number that it multiplies by
 
 
 @dataclass

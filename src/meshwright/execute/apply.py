@@ -31,6 +31,7 @@ from meshwright.execute.process_groups import ProcessGroups, make_process_groups
 from meshwright.execute.recompute_runtime import RecomputeCache, recompute_units
 from meshwright.execute.spatial_parallel import shard_spatial
 from meshwright.execute.state_dict_guards import guard_state_dicts
+from meshwright.execute.synced_batch_norm import sync_batch_norms
 from meshwright.execute.tensor_parallel import TensorParallelShards, shard_model, sync_rng_state
 from meshwright.execute.zero3_runtime import FullyShardedUnits, is_sharded
 from meshwright.schedule.buckets import ParamReplication, init_broadcast_groups, replication_of
@@ -179,6 +180,8 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if plan.spatial.grid:
         sync_rng_state(groups.cp, plan.device)
         shard_spatial(model, plan.spatial, groups.cp, plan.compile != "none")
+    if plan.batch_norm == "sync" and plan.mesh.data_parallel_size > 1:
+        sync_batch_norms(model, plan, groups.data, cache)
     modes = {name: mode for name, mode in plan.memory.recompute_modes.items() if name in units}
     recompute_units(model, modes, keys, cache, eager=tensor is not None and plan.compile != "none")
     if plan.compile == "blocks":

@@ -24,6 +24,7 @@ from meshwright.core.context_policy import LOSS_MODULE, POSITIONS_DIM, ContextPo
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.task import Batch, Loss
 from meshwright.core.tensor_policy import ShardedDim
+from meshwright.execute.counted_loss import count_targets
 from meshwright.execute.module_hooks import at_module_input, replace_parameter, run_forward_in
 from meshwright.execute.recompute_runtime import RecomputeCache
 from meshwright.execute.tensor_parallel import rewrite_sizes
@@ -179,10 +180,7 @@ class ContextParallelRuntime:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if given.get("reduction", "mean") != "mean" or given["target"].is_floating_point():
             return function(*args, **kwargs)
-        target, weight = given["target"], given.get("weight")
-        counted = target != given.get("ignore_index", -100)
-        count = counted.sum() if weight is None else weight[target.where(counted, 0)].where(counted, 0).sum()
-        total = count.to(torch.float64)
+        total = count_targets(given["target"], given.get("ignore_index", -100), given.get("weight")).to(torch.float64)
         self.comm.sync.all_reduce(total, f"num_targets/{module}").wait()
         loss = function(**{**given, "reduction": "sum"})
         return loss * (self.comm.size / total).to(loss.dtype)

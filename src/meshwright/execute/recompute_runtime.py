@@ -8,7 +8,7 @@ result is saved with it (`RecomputeCache`): recomputing the unit repeats neither
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -98,31 +98,47 @@ def _argument_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 _COMPILED_ARGS: dict[str, Any] = {"full": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)}}
 
 
-def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> tuple[Any, Any]:
+@contextmanager
+def _running_statistics_kept(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Keep the running statistics of BatchNorm layers as they are: the forward has updated them."""
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+def _checkpoint_contexts(mode: RecomputeMode, norms: Sequence[Any], random_keys: RandomKeys, cache: RecomputeCache) -> tuple[Any, Any]:
     """(context of the forward, context of the recompute). The recompute uses the forward's random key: in a pipeline other samples came between."""
-    keyed = partial(random_keys.using, random_keys.current)
+    keyed, kept = partial(random_keys.using, random_keys.current), partial(_running_statistics_kept, norms)
     if mode == "full":
-        return nullcontext(), _ContextStack(keyed)
+        return nullcontext(), _ContextStack(keyed, kept)
     save, replay = create_selective_checkpoint_contexts(_selective_policy)
     results: deque[tuple[Tensor, int]] = deque()
     forward = _ContextStack(_autocast_cache_disabled, lambda: cache.activate(results, replaying=False), lambda: save)
-    return forward, _ContextStack(keyed, _autocast_cache_disabled, lambda: cache.activate(results, replaying=True), lambda: replay)
+    return forward, _ContextStack(keyed, kept, _autocast_cache_disabled, lambda: cache.activate(results, replaying=True), lambda: replay)
 
 
 def recompute_units(model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, cache: RecomputeCache, *, eager: bool) -> None:
     """Wrap each unit in place. `eager`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
     for name, mode in modes.items():
         unit = model.get_submodule(name)
-        forward = _checkpointed(unit.forward, mode, random_keys, cache)
+        forward = _checkpointed(unit, mode, random_keys, cache)
         unit.forward = torch.compiler.disable(forward, recursive=False) if eager else forward
 
 
-def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> Callable[..., Any]:
+def _checkpointed(unit: nn.Module, mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> Callable[..., Any]:
+    forward = unit.forward
+    norms = [m for m in unit.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+
     def outer(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph takes its key as a tensor, and the compiler supports only torch's own contexts
             return checkpoint(forward, *args, use_reentrant=False, **_COMPILED_ARGS[mode], **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, random_keys, cache), **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, norms, random_keys, cache), **kwargs)
 
     return outer

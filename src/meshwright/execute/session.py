@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from torch.utils import _pytree as pytree
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.model import LOSS_LAYER
 from meshwright.core.plan import Plan, compiles_layer
+from meshwright.core.sample_coupling import counts_targets
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, average_buffers
 from meshwright.execute.batch_share import Share
+from meshwright.execute.counted_loss import LossCounter, without_recorder
 from meshwright.execute.data_parallel import MEAN, SUM, Reduction
 
 _MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
@@ -62,6 +65,7 @@ class Session:
         self.steps_done = 0
         self.autocast = autocast_factory(plan)
         self._loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
+        self._loss_counter = LossCounter(plan)
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -79,6 +83,7 @@ class Session:
         count, num_micro_batches = sample_count(batch), min(self.plan.micro_batches, share.min_samples if share else self.plan.micro_batches)
         if count < num_micro_batches:
             raise RequestError(f"a batch of {count} samples does not split into {num_micro_batches} micro-batches: set micro_batches={max(count, 1)}")
+        loss_fn = self._loss_counter.for_training(loss_fn)
         loss_reducer = _LossReducer(self.plan, self.applied, share.copies if share else 1)
         first_sample = share.first_sample if share else self._first_sample
         micro_batches = list(_split_micro_batches(batch, count, num_micro_batches, first_sample))
@@ -175,11 +180,27 @@ class Session:
         if not compiles_layer(self.plan, LOSS_LAYER):
             return loss_fn
         if loss_fn not in self._compiled:
-            compiled = torch.compile(loss_fn)
-            self._compiled[loss_fn] = (
-                compiled if self.plan.compile == "model" else partial(_run_around_model, compiled, torch.compiler.disable(self.model.forward))
-            )
+            self._compiled[loss_fn] = self._compile_loss(loss_fn)
         return self._compiled[loss_fn]
+
+    def _compile_loss(self, loss_fn: Loss) -> Loss:
+        must_count = counts_targets(self.plan)
+        if self.plan.compile == "model":
+            compiled = torch.compile(loss_fn)
+        elif must_count and self.plan.samples.loss_after != "":
+            return loss_fn  # it is computed in the model's own forward, which is not compiled
+        else:
+            compiled = partial(_run_around_model, torch.compile(loss_fn), torch.compiler.disable(without_recorder(self.model.forward)))
+
+        def run(model: nn.Module, batch: Batch) -> Any:
+            value = compiled(model, batch)
+            if isinstance(value, tuple):
+                return value
+            self._compiled[loss_fn] = loss_fn
+            print("meshwright: the compiled loss cannot be counted over its parts, so it runs without compile", file=sys.stderr)
+            return loss_fn(model, batch)
+
+        return run if must_count else compiled
 
     # -- validation --
 
@@ -187,6 +208,7 @@ class Session:
     def validate(self, batches: Iterable[Batch], loss_fn: Loss, share: Callable[[], Share | None] = lambda: None) -> float:
         """Mean loss over `batches`, reduced over ranks. Every rank brings the same number of batches; `share` describes the current one."""
         average_buffers(self.applied)
+        loss_fn = self._loss_counter.for_validation(loss_fn)
         was_training = self.model.training
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
@@ -247,11 +269,12 @@ class _LossReducer:
         the same loss, so each counts a part of it."""
         value = checked_loss(value)
         if isinstance(value, tuple):
-            loss = value[0] / (global_batch * self._plan.spatial.num_parts * self._copies)
+            loss = value[0] / (self._expected_count(global_batch) * self._plan.spatial.num_parts * self._copies)
             count = torch.as_tensor(value[1], device=value[0].device).detach()
             self._counts.append(count / self._copies if self._copies > 1 else count)
-        else:
-            loss = value * (size / (global_batch * self._plan.mesh.cp * self._copies))  # ranks along cp have equal parts of the same samples
+        else:  # ranks along cp have equal parts of the same samples
+            fraction = 1.0 if self._plan.samples.loss == "sum" else size / global_batch
+            loss = value * (fraction / (self._plan.mesh.cp * self._copies))
         self._sums.append(loss.detach())
         return loss
 
@@ -274,8 +297,14 @@ class _LossReducer:
         self._wait()
         if not self._has_counts:
             return self._reduced[0], self._own_sum, None
-        correction = global_batch / self._reduced[1]
-        return self._reduced[0] * correction, self._own_sum, correction
+        correction = self._expected_count(global_batch) / self._reduced[1]
+        loss = self._reduced[0] * correction
+        is_one = correction.device.type == "cpu" and float(correction) == 1.0  # no target is masked: gradients are right as they are
+        return loss, self._own_sum, None if is_one else correction
+
+    def _expected_count(self, global_batch: int) -> float:
+        """The count of a global batch in which no target is masked, as far as it is known; losses are divided by it until the true count is."""
+        return global_batch * (self._plan.samples.targets_per_sample if counts_targets(self._plan) else 1.0)
 
 
 def checked_loss(value: Any) -> Any:

@@ -246,7 +246,7 @@ def _batch_norm(statistics: _NormStatistics) -> Callable[..., Any]:
             count = input.shape[0] * statistics.num_positions
             running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
             running_var.lerp_((variance * (count / max(count - 1, 1))).flatten().to(running_var.dtype), momentum)
-        return _affine(out, weight, bias).to(input.dtype)
+        return affine_by_channel(out, weight, bias).to(input.dtype)
 
     return call
 
@@ -255,7 +255,7 @@ def _group_norm(statistics: _NormStatistics) -> Callable[..., Any]:
     def call(func: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
         grouped = upcast(input).unflatten(1, (num_groups, -1))
         out = _SpatialNormalize.apply(grouped, tuple(range(2, grouped.dim())), eps, statistics)[0].flatten(1, 2)
-        return _affine(out, weight, bias).to(out.dtype if torch.is_autocast_enabled(input.device.type) else input.dtype)
+        return affine_by_channel(out, weight, bias).to(out.dtype if torch.is_autocast_enabled(input.device.type) else input.dtype)
 
     return call
 
@@ -263,7 +263,7 @@ def _group_norm(statistics: _NormStatistics) -> Callable[..., Any]:
 _NORM_REPLACEMENTS: dict[str, Callable[[_NormStatistics], Callable[..., Any]]] = {"batch_norm": _batch_norm, "group_norm": _group_norm}
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def affine_by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     shape = (1, -1, *[1] * (x.dim() - 2))
     x = x * weight.to(x.dtype).view(shape) if weight is not None else x
     return x + bias.to(x.dtype).view(shape) if bias is not None else x

@@ -15,6 +15,7 @@ from meshwright.core.pipeline_schedules import PipelineSchedule
 from meshwright.core.plan import Offload, Overlap
 from meshwright.core.plan_checks import MAX_MICRO_BATCHES, MAX_TIMEOUT_S
 from meshwright.core.recompute_policy import RecomputeMode
+from meshwright.core.sample_coupling import BatchNormMode, SampleSplit
 from meshwright.core.serialization import read_json
 from meshwright.core.workload import Objective
 from meshwright.orchestrate import tutorial_config
@@ -64,6 +65,8 @@ class RunConfig(BaseModel):
     placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "replicate"}')
     sequence: bool | None = Field(None, description="sequence parallelism: tensor-parallel ranks split activations by position between their layers")
     spatial: str | None = Field(None, description="grid of cp ranks over the last spatial dims, like 2x2 or 4x1")
+    samples: SampleSplit | None = Field(None, description="keep a batch together, or apart on data ranks; together where samples are compared")
+    batchnorm: BatchNormMode | None = Field(None, description="statistics of each data rank's samples (local), or of the whole batch (sync)")
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, le=MAX_MICRO_BATCHES, description="gradient accumulation: micro-batches of a rank in one step")
     recompute: RecomputeMode | None = Field(None, description="of blocks in backward: none, selective (all but matmuls and attention), or full")

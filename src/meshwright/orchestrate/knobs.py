@@ -14,6 +14,7 @@ from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.sample_coupling import batch_parts
 from meshwright.core.spatial_policy import parse_grid
 from meshwright.orchestrate.config import RunConfig
 from meshwright.plan import Constraints
@@ -54,6 +55,8 @@ KNOBS = (
     Knob("overlap", "overlap"),
     Knob("timeout_s", "timeout_s"),
     Knob("spatial", "spatial", parse_grid),
+    Knob("samples", "samples", in_plan=lambda plan: "apart" if batch_parts(plan) > 1 else "together"),
+    Knob("batchnorm", "batch_norm", in_plan=lambda plan: plan.batch_norm),
 )
 
 # The settings that apply to a user's own script: where to run it and how to plan it. The script itself decides the rest.

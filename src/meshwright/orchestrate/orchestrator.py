@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.phases import PhaseClock, process_start
 from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import DEVICES_VARIABLE, assign_rank_devices, show_rank_devices
+from meshwright.core.sample_coupling import batch_parts, describe_inexactness, explain_samples
 from meshwright.core.serialization import to_data, write_json
 from meshwright.core.task import Task
 from meshwright.core.workload import Precision, Workload
@@ -44,8 +46,18 @@ from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
+from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
-from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, plan_penalty, rank_plans, refuse_unused
+from meshwright.plan import (
+    Ranking,
+    best_precision,
+    check_precision,
+    check_selective_recompute,
+    explain,
+    find_sample_coupling,
+    plan_penalty,
+    refuse_unused,
+)
 from meshwright.schedule import plan_ledgers
 
 ProgressCallback = Callable[[str], None]
@@ -208,16 +220,20 @@ class Orchestrator:
             plan = Plan.load(Path(self.config.plan))
             if needs_partitioning(plan):  # written by hand, without tensor-parallel shards or pipeline stages
                 plan = fill_partitioning(plan, trace_dataflow(task, plan.memory.precision), profile)
+            if plan.samples.loss == "unknown" and batch_parts(plan) > 1:
+                plan = replace(plan, samples=find_sample_coupling(trace_dataflow(task, plan.memory.precision)))
             self._check_plan(plan, workload, task, profile)
             predicted = estimate(plan, profile, workload, self.cluster, calibration)
             self.phases.mark("plan")
-            why = f"Given by {self.config.plan}: {plan.summary()}."
+            why = "\n".join([f"Given by {self.config.plan}: {plan.summary()}.", *explain_samples(plan)])
+            self._say_inexact(plan)
             return PreparedRun(self.config, task, self.cluster, profile, plan, predicted, why, None, rate)
         self.log_progress("planning")
         constraints, no_routes = replace(constraints_from_config(self.config, flow), reorder=self.launches_ranks), ""
         if self.config.backend == "auto":
             constraints, no_routes = add_measured_routes(constraints, self.cluster, calibration)
-        ranking = rank_plans(profile, self.cluster, workload, calibration, constraints)
+        trace = partial(trace_dataflow, task, workload.precision)
+        ranking = rank_plans_traced(profile, self.cluster, workload, calibration, constraints, trace)
         if self.config.precision == "best":
             kind = self.cluster.devices[0].kind
             ranking = best_precision(ranking, lambda other: (trace_task(task, precision=other, device=kind), flow and trace_dataflow(task, other)))
@@ -230,7 +246,12 @@ class Orchestrator:
             ranking, routes = (ranking, no_routes) if no_routes else select_routes(ranking, self.config.clip > 0)
             why = f"{why}\n{routes}"
         self.phases.mark("plan")
+        self._say_inexact(ranking.best.plan)
         return PreparedRun(self.config, task, self.cluster, profile, ranking.best.plan, ranking.best.estimate, why, ranking, rate)
+
+    def _say_inexact(self, plan: Plan) -> None:
+        if inexact := describe_inexactness(plan):
+            self.log_progress(inexact)
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
         """Raise RequestError unless a given plan is for this model and devices and agrees with every other setting."""

@@ -7,6 +7,7 @@ from meshwright.plan.memory_planner import check_precision, check_selective_reco
 from meshwright.plan.oom_advice import RetraceOptions, explain_oom
 from meshwright.plan.pipeline_planner import cut_stages
 from meshwright.plan.precision_planner import best_precision
+from meshwright.plan.sample_analysis import find_sample_coupling
 from meshwright.plan.search import Ranking, ScoredPlan, plan_penalty, rank_plans
 from meshwright.plan.search_space import Constraints, refuse_unused
 from meshwright.plan.tensor_planner import choose_tensor_grid, reject_if_unsharded
@@ -25,6 +26,7 @@ __all__ = [
     "cut_stages",
     "explain",
     "explain_oom",
+    "find_sample_coupling",
     "plan_penalty",
     "rank_plans",
     "refuse_unused",

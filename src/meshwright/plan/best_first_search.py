@@ -224,6 +224,8 @@ class BestFirstSearch:
 
     def _is_legal(self, point: SearchPoint) -> bool:
         """False where `Plan` would refuse the point, as far as that is known here."""
+        if self._constraints.samples == "together" and point.mesh.data_parallel_size > 1:
+            return False
         pipelined, traits = point.mesh.pp > 1, schedule_traits(point.schedule)
         if point.recompute == "selective" and point.mesh.degree("tp") > 1 and self._compile_mode(point) != "none":
             return False

@@ -183,7 +183,7 @@ class _ContextPropagation:
             self.split_edges.setdefault(value, set()).add(index)
         if self.logical_dim in op.contracted_dims or not self.reductions.record_reduction(op):
             raise self._blocking_error(index, op)
-        if op.name in NLL_OPS and op.int_args == (1,):
+        if op.name in NLL_OPS and op.int_args[:1] == (1,):
             if op.function not in ("cross_entropy", "nll_loss"):
                 raise self.refusal(index, f"takes the mean over targets by a function that is not supported ({op.function})")
             self.target_count_modules[self.graph.enclosing_module(index)] = None

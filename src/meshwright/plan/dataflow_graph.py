@@ -55,8 +55,8 @@ class DataflowGraph:
             for value in op.outputs:
                 self.producer.setdefault(value, index)
         # Of calls with the same operations the inner one ended first: it comes last here.
-        largest_first = sorted(reversed(dataflow.modules), key=lambda m: m.first_op - m.end_op)
-        self.innermost_call = {op: call for call in largest_first for op in range(call.first_op, call.end_op)}
+        largest_first = sorted(enumerate(dataflow.modules), key=lambda item: (item[1].first_op - item[1].end_op, -item[0]))
+        self.innermost_call = {op: call for _, call in largest_first for op in range(call.first_op, call.end_op)}
         self.calls_by_module: dict[str, list[ModuleCall]] = {}  # by module name
         self.enclosing_calls: list[list[ModuleCall]] = [[] for _ in dataflow.operations]  # by operation
         self._consumer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that take it as an input

@@ -18,6 +18,7 @@ from meshwright.core.group_bandwidth import GroupBandwidth
 from meshwright.core.plan import Plan
 from meshwright.core.quantities import show_bytes, show_seconds
 from meshwright.core.rank_devices import assign_rank_devices
+from meshwright.core.sample_coupling import explain_samples
 from meshwright.core.workload import Workload
 from meshwright.cost.collective_cost import collective_seconds, group_link
 from meshwright.cost.equivalent_stages import equivalent_pipeline_ranks
@@ -47,7 +48,7 @@ def explain(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
     lines += [_describe_breakdown(best), _describe_bottleneck(ranking), _describe_memory(ranking), *ranking.tuning_notes]
     if ranking.runner_up is not None:
         lines.append(_describe_runner_up(best, ranking.runner_up))
-    return "\n".join([*lines, *_describe_what_ifs(ranking, budget), _describe_uncertainty(ranking)])
+    return "\n".join([*lines, *_describe_what_ifs(ranking, budget), *_describe_samples(ranking), _describe_uncertainty(ranking)])
 
 
 class _TimeBudget:
@@ -323,6 +324,17 @@ def _scale_network(ranking: Ranking, factor: float) -> tuple[Cluster, Calibratio
     cluster, calibration = ranking.cluster, ranking.calibration
     scaled = map_network_links(cluster, scale_link) if len(cluster.nodes) > 1 else map_links(cluster, scale_link)
     return scaled, replace(calibration, layouts=tuple(map(scale_rates, calibration.layouts)))
+
+
+# -- samples --
+
+
+def _describe_samples(ranking: Ranking) -> list[str]:
+    """Why a batch is kept whole, and what differs from one device."""
+    plan = ranking.best.plan
+    kept = ranking.constraints.samples == "together" and plan.samples.compares_samples
+    reason = "Samples are compared with each other, so a batch is kept whole (samples=apart would split it): this plan equals one device."
+    return [*([reason] if kept else []), *explain_samples(plan)]
 
 
 # -- uncertainty --

@@ -9,7 +9,7 @@ from meshwright.core.errors import RequestError
 from meshwright.plan.dataflow_graph import DataflowGraph
 
 NLL_OPS = ("nll_loss_forward", "nll_loss2d_forward")
-_LOSS_OPS = (*NLL_OPS, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+LOSS_OPS = (*NLL_OPS, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 _PRESERVING_OPS = frozenset(("_to_copy", "detach", "alias", "clone", "view", "reshape", "squeeze", "unsqueeze", "neg", "sum", "mean", "lift_fresh"))
 _SCALING_OPS = frozenset(("mul", "mul_", "div", "div_"))
 _ADDITIVE_OPS = frozenset(("add", "add_", "sub", "sub_"))
@@ -26,7 +26,7 @@ class LossReductions:
     def reduction_of(self, op: Operation) -> str | None:
         """Whether an operation takes the mean or the sum over positions; None if neither."""
         kind = op.name if op.name in ("mean", "sum") else None
-        if op.name in _LOSS_OPS and op.int_args:
+        if op.name in LOSS_OPS and op.int_args:
             kind = {1: "mean", 2: "sum"}.get(op.int_args[0])
         return kind if self.logical_dim in op.indivisible_dims else None
 

@@ -57,6 +57,11 @@ class MeshProposer:
 
     def meshes_1d_tensor(self, world: int, max_stages: int, max_tensor_degree: int) -> list[Mesh]:
         """The same without 2D tensor parallelism."""
+        meshes = self._all_meshes_1d(world, max_stages, max_tensor_degree)
+        whole = [m for m in meshes if m.data_parallel_size == 1]
+        return whole or meshes[:1] if self._constraints.samples == "together" else meshes  # the first is refused, with the reason
+
+    def _all_meshes_1d(self, world: int, max_stages: int, max_tensor_degree: int) -> list[Mesh]:
         meshes = [m for m in model_parallel_meshes(world, self._constraints) if m.pp <= max_stages and m.degree("tp") <= max_tensor_degree]
         if self._constraints.flow is None or self._constraints.sequence:
             return meshes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.gc_control import gc_disabled
 from meshwright.core.heterogeneous import homogeneous_average, is_heterogeneous
@@ -25,7 +27,7 @@ from meshwright.plan.mesh_proposals import MeshProposer
 from meshwright.plan.objective import check_objective, complexity_penalty, objective_cost, placement_penalty
 from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.recompute_planner import choose_mixed_recompute
-from meshwright.plan.search_space import Constraints, PartitionCache, candidates, check_constraints
+from meshwright.plan.search_space import Constraints, PartitionCache, candidates, check_constraints, sample_coupling
 from meshwright.plan.tuning import tune
 
 _NUM_TOP_PLANS = 12
@@ -87,6 +89,11 @@ def rank_plans(
 
     Offloading optimizer states to host memory costs time and saves only memory, so it is considered only where memory is the bottleneck.
     """
+    if previous is None and _should_keep_batch_whole(profile, constraints):
+        with suppress(RequestError):
+            ranking = rank_plans(profile, cluster, workload, calibration, replace(constraints, samples="together"))
+            if ranking.best.estimate.fits:
+                return ranking
     problem = PlanningProblem(profile, cluster, workload, calibration, constraints)
     ranking = _rank_equal_split(problem, previous)
     if is_heterogeneous(cluster, calibration, constraints.world or len(cluster.devices)):
@@ -100,6 +107,12 @@ def rank_plans(
     notes = ranking.tuning_notes if scored[0] is ranking.best else other.tuning_notes
     considered = ranking.num_considered + other.num_considered if ranking.num_considered else 0
     return replace(ranking, scored=scored, tuning_notes=notes, num_considered=considered)
+
+
+def _should_keep_batch_whole(profile: ModelProfile, constraints: Constraints) -> bool:
+    """Whether samples are compared with each other, and the request leaves it open how a batch is split."""
+    is_open = constraints.samples is None and constraints.mesh is None and constraints.zero is None and constraints.micro_batches is None
+    return is_open and sample_coupling(profile, constraints).compares_samples
 
 
 def _rank_heterogeneous(problem: PlanningProblem, ranking: Ranking, previous: Ranking | None) -> Ranking:

@@ -22,6 +22,7 @@ from meshwright.core.plan import BalancePolicy, CompileMode, Offload, Overlap, P
 from meshwright.core.rank_devices import assign_rank_devices, device_kind
 from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.routes import Route, routes_for_world
+from meshwright.core.sample_coupling import BatchNormMode, SampleCoupling, SampleMeeting, SampleSplit
 from meshwright.core.tensor_policy import TensorPolicy
 from meshwright.core.tied_parameters import check_tied_parameters
 from meshwright.core.workload import Workload
@@ -32,6 +33,7 @@ from meshwright.plan.expert_planner import choose_expert_parallel
 from meshwright.plan.memory_planner import RECOMPUTE_MODES, choose_memory
 from meshwright.plan.partition import single_stage
 from meshwright.plan.pipeline_planner import StageBoundaries, balanced_stages, find_stage_boundaries
+from meshwright.plan.sample_analysis import find_sample_coupling
 from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.tensor_planner import check_placements, choose_tensor_grid, reject_if_unsharded
 
@@ -63,6 +65,8 @@ class Constraints:
     spatial: tuple[int, ...] = ()  # the grid of the cp ranks; empty: as square as possible
     order: tuple[str, ...] = ()  # mesh axes from outermost (farthest apart) to innermost; empty: the planner chooses
     reorder: bool = False  # whether ranks may be assigned to devices in another order: possible before they are started
+    samples: SampleSplit | None = None  # whether a batch is kept whole on one data rank and in one micro-batch; None: where samples are compared
+    batch_norm: BatchNormMode | None = None
     flow: Dataflow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
 
@@ -97,6 +101,7 @@ def candidates(
         for sequence, schedule in product(sequence_parallel_choices(mesh, constraints), schedule_choices(mesh, constraints)):
             try:
                 check_runnable(mesh)
+                check_sample_split(mesh, constraints)
                 partition = partition_cache.partition(mesh, sequence, schedule)
             except RequestError as error:
                 first_error = first_error or error
@@ -130,6 +135,10 @@ def check_constraints(constraints: Constraints, devices: int) -> None:
         raise RequestError(f"order={','.join(order)} orders the axes of a mesh, and {mesh} has fewer than two of them: leave it out")
     if constraints.flow is not None:
         check_placements(constraints.flow, constraints.placements)
+    if constraints.samples == "together" and (constraints.micro_batches or 1) > 1:
+        raise RequestError(f"samples=together keeps a batch whole, and micro_batches={constraints.micro_batches} splits it: leave one of them out")
+    if constraints.batch_norm == "sync" and constraints.flow is not None and not find_sample_coupling(constraints.flow).batch_norms:
+        raise RequestError("batchnorm=sync is for BatchNorm layers that are training, and this model has none: leave it out")
     if constraints.compression_rank is not None and "powersgd" not in (constraints.compression, *constraints.allow):
         raise RequestError(f"compression_rank={constraints.compression_rank} needs powersgd: set compression=powersgd, or leave it out")
 
@@ -270,11 +279,28 @@ def micro_batch_counts(batch: int, mesh: Mesh, constraints: Constraints) -> list
     """Numbers of micro-batches to search: the constraint, or the divisors of a data rank's share; of those that are close together, the least."""
     if constraints.micro_batches is not None:
         return [constraints.micro_batches]
+    if constraints.samples == "together" or constraints.batch_norm == "sync":
+        return [1]
     counts: list[int] = []
     for divisor in divisors(max(batch // mesh.data_parallel_size, 1)):
         if not counts or divisor >= _LEAST_MICRO_BATCH_RATIO * counts[-1]:
             counts.append(divisor)
     return counts
+
+
+def sample_coupling(profile: ModelProfile, constraints: Constraints) -> SampleCoupling:
+    """What is known about the samples of a batch: from the dataflow, or else from the model's layers alone."""
+    if constraints.flow is not None:
+        return find_sample_coupling(constraints.flow)
+    norms = tuple(SampleMeeting(name, "batch_norm", "batch_norm", channels) for name, channels in profile.batch_norms)
+    return SampleCoupling(norms, "counted" if profile.counted_loss else "unknown")
+
+
+def check_sample_split(mesh: Mesh, constraints: Constraints) -> None:
+    """Raise if a mesh splits a batch that is to be kept whole."""
+    if constraints.samples == "together" and mesh.data_parallel_size > 1:
+        split = f"mesh {mesh} splits it over {mesh.data_parallel_size} data ranks"
+        raise RequestError(f"samples=together keeps a batch whole, and {split}: use --mesh tp={mesh.size}, one device, or samples=apart")
 
 
 def make_plan(
@@ -301,6 +327,8 @@ def make_plan(
         sync=_sync_policy(constraints, world),
         balance=equal_balance(workload.global_batch, mesh) if len(set(map(device_kind, rank_devices))) > 1 else BalancePolicy(),
         placements=constraints.placements,
+        samples=sample_coupling(profile, constraints),
+        batch_norm=constraints.batch_norm or "local",
         compile=constraints.compile or ("none" if eager else default_compile(device, world)),
         device=device,
         rank_devices=rank_devices,

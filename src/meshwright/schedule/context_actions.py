@@ -8,6 +8,7 @@ from dataclasses import replace
 from meshwright.core.context_policy import LOSS_MODULE
 from meshwright.core.model import KernelCache, LayerProfile, ModelProfile, scale_layer
 from meshwright.core.plan import Plan
+from meshwright.core.sample_coupling import counts_targets
 from meshwright.core.schedule import Action
 
 _COUNT_BYTES = 8  # the number of counted targets, in float64
@@ -23,7 +24,7 @@ def add_context_collectives(plan: Plan, profile: ModelProfile, tp_rank: int, add
         if site.needs_grad:
             add(site.module, "backward", Action(name, "reduce_scatter", bytes=size, axis="cp"), False)
     last = plan.stages[-1].layers[-1] if plan.mesh.pp > 1 else profile.layers[-1].name
-    for module in plan.context.mean_loss_modules:
+    for module in plan.context.mean_loss_modules if not counts_targets(plan) else ():
         name = f"num_targets/{'loss' if module == LOSS_MODULE else module or 'model'}"
         add(last, "forward", Action(name, "all_reduce", bytes=_COUNT_BYTES, axis="cp"), False)
 

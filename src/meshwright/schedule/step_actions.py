@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
+from meshwright.core.sample_coupling import batch_parts, counts_targets, watches_loss
 from meshwright.core.schedule import Action, Op, Schedule
 from meshwright.core.tensor_policy import CollectiveSite
 from meshwright.core.workload import ITEM_BYTES, LOW_PRECISION_DTYPES
@@ -15,6 +16,7 @@ from meshwright.schedule.buckets import Bucket, ParamReplication, assign_buckets
 from meshwright.schedule.compression_actions import bucket_collectives, replica_bytes
 from meshwright.schedule.context_actions import add_context_collectives
 from meshwright.schedule.expert_actions import expert_collectives
+from meshwright.schedule.norm_actions import synced_norm_collectives
 from meshwright.schedule.rank_profile import local_profile
 from meshwright.schedule.sequence_actions import sequence_collectives
 from meshwright.schedule.spatial_actions import ModuleAction, spatial_collectives
@@ -154,7 +156,7 @@ def _layer_actions(
 def layer_collectives(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate) -> LayerCollectives:
     """The collectives inside layers, by layer and phase; `again` holds those that recomputing a layer repeats."""
     same, equal = plan.partition_key
-    key = (*equal, coordinate, bool(plan.balance.shares))
+    key = (*equal, coordinate, bool(plan.balance.shares), plan.mesh.group_size("data") if plan.batch_norm == "sync" else 1)
     return profile.memo.get_or_compute("layer collectives", same, key, lambda: _build_layer_collectives(plan, profile, coordinate))
 
 
@@ -180,6 +182,7 @@ def _build_layer_collectives(plan: Plan, profile: ModelProfile, coordinate: Mesh
     for module, phase, action, again in expert_collectives(plan, profile.batch, coordinate.ep) if plan.mesh.ep > 1 else ():
         add(module, phase, action, again)
     add_all(spatial_collectives(plan.spatial, profile.batch, coordinate.cp))
+    add_all(synced_norm_collectives(plan))
     return collectives
 
 
@@ -230,7 +233,9 @@ def _enclosing_layer(module: str, layers: set[str]) -> str:
 def _loss_actions(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
     if plan.mesh.group_size("batch") > 1:
         size = 8 if plan.memory.precision == "fp64" else 4
-        yield Action("loss", "all_reduce", bytes=size * (2 if profile.counted_loss else 1), axis="batch")
+        may_count = watches_loss(plan) and batch_parts(plan) > 1 and not profile.counted_loss
+        count = 2 if profile.counted_loss or counts_targets(plan) or may_count else 1
+        yield Action("loss", "all_reduce", bytes=size * count, axis="batch", expected_bytes=size if may_count else None)
 
 
 def _grad_norm_actions(plan: Plan, clip: bool) -> Iterator[Action]:
