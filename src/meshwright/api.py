@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from meshwright.execute.session import Session, sample_count
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, detect_launched_rank, join_process_group
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.knobs import config_from_environment, constraints_from_config
+from meshwright.orchestrate.plan_verification import add_lines, choose_verified, make_collective_check
 from meshwright.orchestrate.user_strategy import apply_strategy, load_strategy
 from meshwright.plan import Constraints, Ranking, explain, rank_plans
 
@@ -88,7 +89,8 @@ def prepare(
     launched = _init_process_group()
     device = _rank_device(launched)
     model.to(device)
-    chosen, why = _resolve_plan(model, optimizer, loader, loss_fn, plan, strategy, launched)
+    plans, why = _resolve_plan(model, optimizer, loader, loss_fn, plan, strategy, launched)
+    chosen, why = _verified_plan(plans, why, model, optimizer, loader, loss_fn, seed, launched)
     session = Session(chosen, model, optimizer, seed=seed, clip=clip)
     if launched.rank == 0:
         _report_plan(chosen, why, launched)
@@ -172,14 +174,15 @@ def _rank_device(launched: LaunchedRank) -> torch.device:
 def _resolve_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
     plan: Plan | str | Path | None, strategy: Strategy | PlanTransform | str | None, launched: LaunchedRank,
-) -> tuple[Plan, str]:  # fmt: skip
+) -> tuple[Sequence[Plan], str]:  # fmt: skip
+    """The plans that may run, best first, and why."""
     given = plan or (launched.plan if launched.plan not in ("", "auto") else None)
     if given is not None and strategy is not None:
         raise RequestError("a given plan runs unchanged, and a strategy would change it: leave one of them out")
     if isinstance(given, Plan):
-        return given, "Given by the script."
+        return [given], "Given by the script."
     if given is not None:
-        return Plan.load(Path(given)), f"Given by {given}."
+        return [Plan.load(Path(given))], f"Given by {given}."
     decision: list[Any] = [None]
     if launched.rank == 0:
         decision = [_plan_on_rank_zero(model, optimizer, loader, loss_fn, strategy, launched.world)]
@@ -193,8 +196,8 @@ def _resolve_plan(
 def _plan_on_rank_zero(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
     strategy: Strategy | PlanTransform | str | None, world: int,
-) -> tuple[Plan, str] | RequestError:  # fmt: skip
-    """Rank 0's plan and reasons, or the error: returned, not raised, so that it is broadcast and no rank waits forever."""
+) -> tuple[Sequence[Plan], str] | RequestError:  # fmt: skip
+    """Rank 0's plans, best first, and reasons, or the error: returned, not raised, so that it is broadcast and no rank waits forever."""
     try:
         transform = load_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy, "strategy") if strategy is not None else None
         cluster = discover(os.environ, ranks=world, devices=device_selection(rank_devices_from_env(os.environ)) or None)
@@ -218,9 +221,35 @@ def _plan_on_rank_zero(
             why = f"{change}\n{why}"
         if not ranking.best.estimate.fits:
             raise RequestError(why.replace("\n", " "))
-        return ranking.best.plan, why
+        return ranking.alternatives, why
     except RequestError as error:
         return error
+
+
+def _verified_plan(
+    plans: Sequence[Plan], why: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
+    seed: int, launched: LaunchedRank,
+) -> tuple[Plan, str]:  # fmt: skip
+    """The first plan that computes what one device does, and why it was chosen. Without a loss there is nothing to compare."""
+    if loss_fn is None or launched.world == 1 or not config_from_environment(os.environ).verify:
+        return plans[0], why
+    check = make_collective_check(model, optimizer, lambda: _batch_to_verify(loader), loss_fn, seed)
+    log = (lambda line: print(f"meshwright: {line}", file=sys.stderr)) if launched.rank == 0 else lambda _: None
+    chosen, lines = choose_verified(plans, check, log)
+    return chosen, add_lines(lines, why)
+
+
+def _batch_to_verify(loader: Iterable[Batch]) -> Batch:
+    """An example batch. The loader is left as it is."""
+    if isinstance(loader, Iterator):
+        raise RequestError("the loader is an iterator, whose batches can be read only once: pass a DataLoader or a list")
+    generator = getattr(loader, "generator", None)
+    state = generator.get_state() if generator is not None else None
+    try:
+        return _example_batch(loader)
+    finally:
+        if generator is not None:
+            generator.set_state(state)
 
 
 def _example_batch(loader: Iterable[Batch]) -> Batch:

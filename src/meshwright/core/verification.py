@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["equal", "inexact", "wrong", "not verified"]
+Verdict = Literal["equal", "inexact", "wrong", "failed", "not verified"]  # failed: the model raised an error under the plan
 Quantity = Literal["loss", "output", "gradient", "gradient norm", "step"]
 
 
@@ -49,7 +49,7 @@ class Verification:
 
     @property
     def may_train(self) -> bool:
-        return self.verdict != "wrong"
+        return self.verdict not in ("wrong", "failed")
 
     def largest(self, quantity: Quantity) -> Comparison | None:
         """The comparison of this quantity that is farthest beyond its tolerance, or closest to it."""

@@ -151,7 +151,8 @@ def run_reference(model: nn.Module, loss_fn: Loss, batch: Batch, samples: int, a
     _refuse_other_leaves(loss, params)
     with NoDropout():
         gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    return Reference(float(loss), {n: None if g is None else g.detach().cpu() for n, g in zip(params, gradients, strict=True)}, recorder.outputs)
+    on_cpu = {name: None if g is None else g.detach().cpu() for name, g in zip(params, gradients, strict=True)}
+    return Reference(float(loss.detach()), on_cpu, recorder.outputs)
 
 
 @contextmanager
