@@ -97,8 +97,8 @@ def make_trial(plan: Plan, batch: Batch) -> _Trial:
     shares = plan.balance.shares
     if shares:
         divisor = math.gcd(*shares)
-        factors = (f for f in range(1, divisor + 1) if _can_split([s // divisor * f for s in shares], plan))
-        shares = tuple(s // divisor * next(factors, divisor) for s in shares)
+        factor = next((f for f in range(1, divisor) if _can_split([s // divisor * f for s in shares], plan)), divisor)
+        shares = tuple(s // divisor * factor for s in shares)
         count = sum(shares)
     else:
         count = max(n for n in (parts * micro_batches, parts * micro_batches * _SAMPLES) if n <= available or n == parts * micro_batches)
@@ -191,7 +191,13 @@ class _Verifier:
 
     def _compare(self, trial: _Trial, reference: Reference | None) -> list[Comparison]:
         """Step under the plan and compare with one device. Rank 0 compares, and every rank returns what it found."""
-        found = self._run_plan(trial)
+        try:
+            found = self._run_plan(trial)
+        except Exception as error:
+            error.add_note(
+                f"meshwright: this happened while {self.plan.strategy} was verified before training, with {trial.plan.global_batch} samples"
+            )
+            raise
         message: list[Any] = [None]
         if found is not None and reference is not None:
             tolerance = tolerance_of(self.plan)

@@ -132,4 +132,5 @@ def _compare_tensors(
 
 
 def _norm(tensor: Tensor) -> float:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) if tensor.numel() else 0.0

@@ -151,7 +151,7 @@ def run_reference(model: nn.Module, loss_fn: Loss, batch: Batch, samples: int, a
     _refuse_other_leaves(loss, params)
     with NoDropout():
         gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    on_cpu = {name: None if g is None else g.detach().cpu() for name, g in zip(params, gradients, strict=True)}
+    on_cpu = {n: None if g is None else (g.to_dense() if g.is_sparse else g).detach().cpu() for n, g in zip(params, gradients, strict=True)}
     return Reference(float(loss.detach()), on_cpu, recorder.outputs)
 
 
@@ -161,8 +161,9 @@ def _only(model: nn.Module) -> Iterator[None]:
     own = {id(m) for m in model.modules()}
 
     def check(module: nn.Module, _: Any) -> None:
-        trains = any(p.requires_grad for p in module.parameters(recurse=False)) or (module.training and bool(module._buffers))
-        if id(module) not in own and (trains or module._forward_pre_hooks):
+        if id(module) in own:
+            return
+        if any(p.requires_grad for p in module.parameters()) or (module.training and next(module.buffers(), None) is not None):
             raise NotVerifiableError(f"the loss also runs {type(module).__name__}, which is not part of the model")
 
     handle = register_module_forward_pre_hook(check)  # before the module's own hooks, which may communicate

@@ -81,7 +81,7 @@ def make_collective_check(
                 key = fingerprint(plan, model, type(optimizer), describe_inputs(batch), loss_fn)
                 message = [load_verification(environ, key)]
             except Exception as error:  # the other ranks wait for this one
-                message = [Verification("not verified", f"there is no batch to verify with ({type(error).__name__}: {first_line(error)})")]
+                message = [Verification("not verified", f"no batch could be taken from the loader ({type(error).__name__}: {first_line(error)})")]
         dist.broadcast_object_list(message, src=0)
         if message[0] is not None:
             return message[0]
