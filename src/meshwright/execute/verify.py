@@ -125,6 +125,7 @@ class _Verifier:
         self.plan, self.model, self.optimizer, self.loss_fn, self.seed = plan, model, optimizer, loss_fn, seed
         self.rank = dist.get_rank()
         self.device = next(iter([*model.parameters(), *model.buffers()])).device
+        self.plain_device = self.device  # on which rank 0 runs the plain model
         self.classes = {name: type(m).__name__ for name, m in model.named_modules()}
 
     def run(self, batch: Batch) -> Verification:
@@ -169,23 +170,28 @@ class _Verifier:
 
     def _run_plain(self, trial: _Trial, rounding: float = 0.0) -> Reference:
         """The trial's samples through the plain model, whose parameters are changed by `rounding`, relative."""
-        model, _ = copy_model(self.model, self.optimizer)
+        model, _ = copy_model(self.model, self.optimizer, self.plain_device)
         with torch.no_grad():
-            for param in model.parameters() if rounding else ():
-                param.mul_(1.0 + rounding * torch.randn_like(param).clamp(-2, 2)) if param.is_floating_point() else None
-        batch = self._to_device(trial.plain_batch)
-        return run_reference(model, self.loss_fn, batch, sample_count(batch), autocast_factory(self.plan), self.seed)
+            for param in (p for p in model.parameters() if rounding and p.is_floating_point()):
+                param.mul_(1.0 + rounding * torch.randn_like(param).clamp(-2, 2))
+        batch = _move(trial.plain_batch, self.plain_device)
+        autocast = autocast_factory(self.plan, self.plain_device.type)
+        return run_reference(model, self.loss_fn, batch, sample_count(batch), autocast, self.seed)
 
     def _check_memory(self) -> None:
-        """Raise unless copies of the parameters, their gradients and two optimizer states fit beside what is there."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        needed = sum(t.nbytes for t in tensors) + 3 * sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        else:
-            free = available_memory() // min(self.plan.world, os.cpu_count() or 1)
+        """Raise unless the copies fit beside what is there: a whole copy, and gradients and two optimizer states as the plan shards them. Where
+        they do not fit unsharded, one device's part runs on the host."""
+        mesh, tensors = self.plan.mesh, [*self.model.parameters(), *self.model.buffers()]
+        copied, states = sum(t.nbytes for t in tensors), 3 * sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        needed = copied + states // (mesh.shard * mesh.degree("tp") * mesh.pp)
+        on_host = available_memory() // min(self.plan.world, os.cpu_count() or 1)
+        free = _free_bytes(self.device) if self.device.type == "cuda" else on_host
         if needed > free:
-            raise NotVerifiableError(f"copies of the model and its optimizer need {show_bytes(needed)}, and {show_bytes(free)} are free")
+            raise NotVerifiableError(f"a copy of the model and its optimizer needs {show_bytes(needed)}, and {show_bytes(free)} are free")
+        if self.device.type == "cuda" and self.rank == 0 and copied + states > free:
+            if copied + states > on_host:
+                raise NotVerifiableError(f"one device's step needs {show_bytes(copied + states)}, and {show_bytes(free)} are free")
+            self.plain_device = torch.device("cpu")
 
     # -- under the plan --
 
@@ -194,9 +200,7 @@ class _Verifier:
         try:
             found = self._run_plan(trial)
         except Exception as error:
-            error.add_note(
-                f"meshwright: this happened while {self.plan.strategy} was verified before training, with {trial.plan.global_batch} samples"
-            )
+            error.add_note(f"meshwright: while {self.plan.strategy} was verified before training, with {trial.plan.global_batch} samples")
             raise
         message: list[Any] = [None]
         if found is not None and reference is not None:
@@ -205,8 +209,8 @@ class _Verifier:
             if not all(row.is_equal for row in rows):  # see [Note: tolerances]
                 noise = measure_noise(reference, self._run_plain(trial, tolerance.rounding))
                 rows = compare(reference, found, replace(tolerance, noise=noise), self.classes)
-            copied, optimizer = copy_model(self.model, self.optimizer)
-            rows += compare_step(self.model, copied, optimizer, reference, found, self.classes)
+            copied, optimizer = copy_model(self.model, self.optimizer, self.plain_device)
+            rows += compare_step(copied, optimizer, reference, found, self.classes)
             message = [rows]
         dist.broadcast_object_list(message, src=0)
         return message[0]  # type: ignore[no-any-return]
@@ -233,7 +237,7 @@ class _Verifier:
     def _step(self, session: Session, share: Batch) -> StepResult:
         with NoDropout():
             for _ in range(_MAX_OVERFLOWS):
-                result = session.step(self._to_device(share), self.loss_fn)
+                result = session.step(_move(share, self.device), self.loss_fn)
                 if not result.skipped:
                     break
         return result
@@ -257,15 +261,21 @@ class _Verifier:
         dist.all_gather_object(gathered, own)
         return [entry for entries in gathered for entry in entries]
 
-    def _to_device(self, batch: Batch) -> Batch:
-        return pytree.tree_map(lambda t: t.to(self.device) if torch.is_tensor(t) else t, batch)
-
     def _describe_meeting(self, rows: list[Comparison]) -> str:
         """Where samples meet: the first module whose output depends on the other samples, or else the loss."""
         loss = next(row for row in rows if row.quantity == "loss")
         module = next((row for row in rows if row.quantity == "output" and not row.is_equal), None)
         where = f"in {module.name or 'the model'} ({module.module_class})" if module is not None else "in the loss"
         return f"samples meet {where}, and ranks or micro-batches see only their own: {loss.describe()}"
+
+
+def _move(batch: Batch, device: torch.device) -> Batch:
+    return pytree.tree_map(lambda t: t.to(device) if torch.is_tensor(t) else t, batch)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that this process can allocate."""
+    return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _free_memory() -> None:

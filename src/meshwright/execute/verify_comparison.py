@@ -78,19 +78,21 @@ def compare(reference: Reference, found: PlanResult, tolerance: Tolerance, class
 
 
 def compare_step(
-    before: nn.Module, copied: nn.Module, optimizer: torch.optim.Optimizer, reference: Reference, found: PlanResult, classes: Mapping[str, str]
+    model: nn.Module, optimizer: torch.optim.Optimizer, reference: Reference, found: PlanResult, classes: Mapping[str, str]
 ) -> list[Comparison]:
     """Step a fresh copy of the model with the plan's gradients, and compare the parameters with those that the plan's own step has made."""
-    initial = dict(before.named_parameters())
-    for name, param in copied.named_parameters():
+    initial = {}
+    for name, param in model.named_parameters():
         if reference.gradients.get(name) is not None and name in found.gradients:
             param.grad = found.gradients[name].to(param)
+            param.data.copy_(reference.changed.get(name, param.data))
+            initial[name] = param.detach().cpu().clone()
     optimizer.step()
     rows = []
-    for name, param in copied.named_parameters():
-        if param.grad is None or name not in found.parameters:
+    for name, param in model.named_parameters():
+        if name not in initial or name not in found.parameters:
             continue
-        start = initial[name].detach().cpu()
+        start = initial[name]
         expected, stepped = param.detach().cpu() - start, found.parameters[name] - start
         floor = _AMPLIFIED_ROUNDING * torch.finfo(param.dtype).eps / _STEP_TOLERANCE * _norm(start)
         rows.append(_compare_tensors("step", name, expected, stepped, floor, _STEP_TOLERANCE, classes))

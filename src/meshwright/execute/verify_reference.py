@@ -32,8 +32,8 @@ class NotVerifiableError(Exception):
 # -- copies --
 
 
-def copy_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A copy of the model and of its optimizer, which steps the copy. Dropout modules of the copy drop nothing."""
+def copy_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A copy of the model and of its optimizer, which steps the copy, on another device if one is given. Its dropout modules drop nothing."""
     try:
         copied, stepper = copy.deepcopy((model, optimizer))
     except Exception as error:
@@ -41,6 +41,9 @@ def copy_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.M
     for key, value in vars(optimizer).items():  # torch copies only the state of its own base class
         if key not in vars(stepper) and key != "step" and not key.startswith("_optimizer_"):
             setattr(stepper, key, value)
+    if device is not None and any(p.device != device for p in copied.parameters()):
+        copied.to(device)
+        stepper.load_state_dict(stepper.state_dict())  # moves its states to where its parameters are
     for group in stepper.param_groups:
         if "lr" in group and float(group["lr"]) == 0.0:
             group["lr"] = group.get("initial_lr") or _STAND_IN_RATE
@@ -131,6 +134,7 @@ class Reference:
     loss: float
     gradients: Mapping[str, Tensor | None]  # by parameter; None for one that the loss does not use
     outputs: Mapping[str, SampleNorms] = field(default_factory=dict)
+    changed: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that forward itself has changed (an embedding's max_norm)
 
     def gradient_norm(self, names: Iterable[str]) -> float:
         """The norm over the gradients of some parameters."""
@@ -142,6 +146,7 @@ def run_reference(model: nn.Module, loss_fn: Loss, batch: Batch, samples: int, a
     """Run the loss of a copied model once. Nothing else may change: parameters of other models get no gradients."""
     RandomKeys(model).set(seed, 0, 0)
     recorder = OutputRecorder(model, samples)
+    versions = {name: p._version for name, p in model.named_parameters()}
     with NoDropout(), _only(model), autocast():
         value = loss_fn(model, batch)
     loss = value[0] / value[1] if isinstance(value, tuple) else value
@@ -152,7 +157,8 @@ def run_reference(model: nn.Module, loss_fn: Loss, batch: Batch, samples: int, a
     with NoDropout():
         gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     on_cpu = {n: None if g is None else (g.to_dense() if g.is_sparse else g).detach().cpu() for n, g in zip(params, gradients, strict=True)}
-    return Reference(float(loss.detach()), on_cpu, recorder.outputs)
+    changed = {name: p.detach().cpu() for name, p in model.named_parameters() if p._version != versions[name]}
+    return Reference(float(loss.detach()), on_cpu, recorder.outputs, changed)
 
 
 @contextmanager
