@@ -94,6 +94,7 @@ def reference(model: nn.Module, loss_fn: Any = loss_of) -> Reference:
 def test_dropout_is_off_on_copies_only() -> None:
     model = Random()
     assert refuse_random_model(lambda: reference(model)).loss == reference(model).loss
+    assert reference(model).calls_dropout and not reference(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))).calls_dropout
     assert model.drop.p == 0.5 and model.attention.dropout == 0.5
     assert all(p.grad is None for p in model.parameters())
     with NoDropout():

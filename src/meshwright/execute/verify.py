@@ -5,7 +5,7 @@ Rank 0 runs the plain model; then all ranks apply the plan to copies and take on
 gradient norm, and the optimizer's step. If they differ and the plan splits the batch, the step is repeated with the same samples on every data rank
 and in every micro-batch: if it then agrees with one device, the plan computes the model rightly, and samples meet in the model or the loss
 (BatchNorm, contrastive losses, masked means): the plan is inexact, not wrong. Compilation, compression of gradients and routes of collectives are
-switched off, and so is dropout; everything else is as in training.
+switched off, and so is dropout (with recomputation, if a model calls dropout as a function); everything else is as in training.
 """
 
 from __future__ import annotations
@@ -158,10 +158,12 @@ class _Verifier:
             self._check_memory()
             copy_model(self.model, self.optimizer)  # raises where a copy cannot be made, before any rank waits for another
             if self.rank == 0:
-                trial = make_trial(self.plan, batch)
-                reference = refuse_random_model(lambda: self._run_plain(trial))
+                trial = made = make_trial(self.plan, batch)
+                reference = refuse_random_model(lambda: self._run_plain(made))
                 if not math.isfinite(reference.loss):
                     raise NotVerifiableError(f"the loss is {reference.loss} on one device")
+                if reference.calls_dropout:  # which stays on in layers that backward recomputes
+                    trial = replace(trial, plan=replace(trial.plan, memory=replace(trial.plan.memory, recompute="none", layers={})))
         except NotVerifiableError as error:
             return None, None, str(error)
         except Exception as error:

@@ -72,25 +72,22 @@ def preserve_random_state() -> Iterator[None]:
 
 
 class NoDropout(TorchFunctionMode):
-    """Switches off dropout that a model calls as a function. Backward then runs in the calling thread, where recomputed layers see it too."""
+    """Switches off dropout that a model calls as a function; `is_used` says whether it does. Not in layers that backward recomputes: torch runs
+    backward without such modes."""
 
     _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_)
 
-    def __enter__(self) -> NoDropout:
-        self._single_thread = torch.autograd.set_multithreading_enabled(False)
-        self._single_thread.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._single_thread.__exit__(*exception)
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in self._DROPOUTS:
+            self.is_used |= (args[1] if len(args) > 1 else kwargs.get("p", 0.5)) > 0.0
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
+            self.is_used |= (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = kwargs if len(args) > 4 else {**kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
@@ -135,6 +132,7 @@ class Reference:
     gradients: Mapping[str, Tensor | None]  # by parameter; None for one that the loss does not use
     outputs: Mapping[str, SampleNorms] = field(default_factory=dict)
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that forward itself has changed (an embedding's max_norm)
+    calls_dropout: bool = False  # as a function, not as a module
 
     def gradient_norm(self, names: Iterable[str]) -> float:
         """The norm over the gradients of some parameters."""
@@ -147,18 +145,17 @@ def run_reference(model: nn.Module, loss_fn: Loss, batch: Batch, samples: int, a
     RandomKeys(model).set(seed, 0, 0)
     recorder = OutputRecorder(model, samples)
     versions = {name: p._version for name, p in model.named_parameters()}
-    with NoDropout(), _only(model), autocast():
+    with NoDropout() as mode, _only(model), autocast():
         value = loss_fn(model, batch)
     loss = value[0] / value[1] if isinstance(value, tuple) else value
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if loss.dim() or not loss.requires_grad:
         raise NotVerifiableError("the loss is no scalar that depends on the model's parameters")
     _refuse_other_leaves(loss, params)
-    with NoDropout():
-        gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     on_cpu = {n: None if g is None else (g.to_dense() if g.is_sparse else g).detach().cpu() for n, g in zip(params, gradients, strict=True)}
     changed = {name: p.detach().cpu() for name, p in model.named_parameters() if p._version != versions[name]}
-    return Reference(float(loss.detach()), on_cpu, recorder.outputs, changed)
+    return Reference(float(loss.detach()), on_cpu, recorder.outputs, changed, mode.is_used)
 
 
 @contextmanager
