@@ -332,7 +332,7 @@ def _transformer_batch(model: nn.Module, config: Any, head: str, everything: boo
 
 
 def _define_missing_operators() -> None:
-    """torchvision's wheel for CUDA does not load its operators beside a CPU build of torch; its models are still importable if their schemas exist."""
+    """torchvision's wheel for CUDA does not load its operators beside a CPU build of torch; its models can be imported if their schemas exist."""
     for schema in (
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
         "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

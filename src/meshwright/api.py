@@ -43,6 +43,7 @@ from meshwright.execute.sharded_gradients import clip_grad_norm_, follow_sharded
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, detect_launched_rank, join_process_group
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.knobs import config_from_environment, constraints_from_config
+from meshwright.orchestrate.plan_verification import add_lines, choose_verified, make_collective_check
 from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, load_strategy
 from meshwright.plan import Constraints, Ranking, explain
@@ -147,7 +148,8 @@ def prepare(
         raise RequestError("prepare needs the loader, whose batch is the global batch: prepare(model, optimizer, loader)")
     raw = first.raw_loader if isinstance(first, RankLoader) else first
     with torch.random.fork_rng(devices=[]):  # planning draws nothing from the script's generator
-        chosen, why = _resolve_plan(given.model, given.optimizer, raw, loss_fn, plan, strategy, launched)
+        plans, why = _resolve_plan(given.model, given.optimizer, raw, loss_fn, plan, strategy, launched)
+        chosen, why = _verified_plan(plans, why, given.model, given.optimizer, raw, loss_fn, seed, launched)
     parameters = {name: weakref.ref(p) for name, p in given.model.named_parameters()}
     session = Session(chosen, given.model, given.optimizer, seed=seed, clip=clip)
     follow_sharded_gradients(session.applied, parameters)
@@ -294,15 +296,16 @@ def _rank_device(launched: LaunchedRank) -> torch.device:
 def _resolve_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
     plan: Plan | str | Path | None, strategy: Strategy | PlanTransform | str | None, launched: LaunchedRank,
-) -> tuple[Plan, str]:  # fmt: skip
+) -> tuple[Sequence[Plan], str]:  # fmt: skip
+    """The plans that may run, best first, and why."""
     given = plan or (launched.plan if launched.plan not in ("", "auto") else None)
     if given is not None and strategy is not None:
         raise RequestError("a given plan runs unchanged, and a strategy would change it: leave one of them out")
     if isinstance(given, Plan):
-        return given, " ".join(["Given by the script.", *explain_samples(given)])
+        return [given], " ".join(["Given by the script.", *explain_samples(given)])
     if given is not None:
         loaded = Plan.load(Path(given))
-        return loaded, " ".join([f"Given by {given}.", *explain_samples(loaded)])
+        return [loaded], " ".join([f"Given by {given}.", *explain_samples(loaded)])
     decision: list[Any] = [None]
     if launched.rank == 0:
         decision = [_plan_on_rank_zero(model, optimizer, loader, loss_fn, strategy, launched.world)]
@@ -316,8 +319,8 @@ def _resolve_plan(
 def _plan_on_rank_zero(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
     strategy: Strategy | PlanTransform | str | None, world: int,
-) -> tuple[Plan, str] | RequestError:  # fmt: skip
-    """Rank 0's plan and reasons, or the error: returned, not raised, so that it is broadcast and no rank waits forever."""
+) -> tuple[Sequence[Plan], str] | RequestError:  # fmt: skip
+    """Rank 0's plans, best first, and reasons, or the error: returned, not raised, so that it is broadcast and no rank waits forever."""
     try:
         transform = load_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy, "strategy") if strategy is not None else None
         cluster = discover(os.environ, ranks=world, devices=device_selection(rank_devices_from_env(os.environ)) or None)
@@ -343,10 +346,38 @@ def _plan_on_rank_zero(
         if not ranking.best.estimate.fits:
             raise RequestError(why.replace("\n", " "))
         if profile.untraceable:
-            print(f"meshwright: the model was run instead of traced, for data parallelism and ZeRO alone: {profile.untraceable}", file=sys.stderr)
-        return ranking.best.plan, why
+            builtins.print(
+                f"meshwright: the model was run instead of traced, for data parallelism and ZeRO alone: {profile.untraceable}", file=sys.stderr
+            )
+        return ranking.alternatives, why
     except RequestError as error:
         return error
+
+
+def _verified_plan(
+    plans: Sequence[Plan], why: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
+    seed: int, launched: LaunchedRank,
+) -> tuple[Plan, str]:  # fmt: skip
+    """The first plan that computes what one device does, and why it was chosen. Without a loss there is nothing to compare."""
+    if loss_fn is None or launched.world == 1 or not config_from_environment(os.environ).verify:
+        return plans[0], why
+    check = make_collective_check(model, optimizer, lambda: _batch_to_verify(loader), loss_fn, seed)
+    log = (lambda line: print(f"meshwright: {line}", file=sys.stderr)) if launched.rank == 0 else lambda _: None
+    chosen, lines = choose_verified(plans, check, log)
+    return chosen, add_lines(lines, why)
+
+
+def _batch_to_verify(loader: Iterable[Batch]) -> Batch:
+    """An example batch. The loader is left as it is."""
+    if isinstance(loader, Iterator):
+        raise RequestError("the loader is an iterator, whose batches can be read only once: pass a DataLoader or a list")
+    generator = getattr(loader, "generator", None)
+    state = generator.get_state() if generator is not None else None
+    try:
+        return _example_batch(loader)
+    finally:
+        if generator is not None:
+            generator.set_state(state)
 
 
 def _example_batch(loader: Iterable[Batch]) -> Batch:

@@ -91,7 +91,7 @@ def full_disk(to: str) -> Case:
         pid = run.process.pid if to == "supervisor" else run.rank(0)
         if to == "one rank":
             run.await_steps(20)  # metrics outgrow stderr, which is a file here and stays below the limit
-        stderr_bytes = 2000  # room for the messages, and not for a result
+        stderr_bytes = 2400  # room for the messages, and not for a result
         set_limit(pid, resource.RLIMIT_FSIZE, stderr_bytes if to == "supervisor" else (run.folder / "metrics.jsonl").stat().st_size)
         if to == "one rank":
             await_condition(lambda: "dropped" in run.stderr() or run.process.poll() is not None)

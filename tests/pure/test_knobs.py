@@ -19,7 +19,7 @@ NO_KNOBS = {
     "model", "random_init", "steps", "epochs", "global_batch", "seq", "seed", "dropout", "data", "data_dir", "optimizer", "learning_rate",
     "weight_decay", "betas", "adam_eps", "lr_schedule", "warmup_steps", "clip", "validate_every", "validate_batches", "plan", "strategy", "devices",
     "cluster", "precision", "objective", "price", "watts", "run_dir", "name", "log_interval", "profile", "tensorboard", "prometheus_port",
-    "on_nan", "digest",
+    "on_nan", "digest", "verify",
 }  # fmt: skip
 FOUND_LATER = {"routes", "nodes", "reorder", "flow"}  # constraints that no user writes: they follow from measurements and from the model
 
@@ -73,6 +73,13 @@ def test_a_script_is_told_every_knob_of_its_plan(key: str) -> None:
             script_environment(config)
     elif key != "nproc":  # which says how many ranks are started
         assert constraints_from_config(config_from_environment(script_environment(config))) == constraints_from_config(config)
+
+
+def test_verification_can_be_switched_off_for_a_script_and_beside_a_given_plan() -> None:
+    config = RunConfig(verify="off", plan="plan.json")
+    assert not config.verify
+    assert not config_from_environment(script_environment(config)).verify
+    assert config_from_environment({}).verify
 
 
 PLAN = Plan(

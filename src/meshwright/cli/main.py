@@ -26,6 +26,7 @@ from meshwright.cli.report_command import report
 from meshwright.cli.simulate_command import simulate
 from meshwright.cli.stop_signals import StopSignals, ignore_stop_signals
 from meshwright.cli.train_command import train
+from meshwright.cli.verify_command import verify
 from meshwright.cli.watch_command import watch
 from meshwright.core.errors import MeshwrightError, unknown_name_error
 
@@ -39,7 +40,7 @@ app = typer.Typer(
 )
 app.add_typer(describe_command.app, name="describe")
 app.add_typer(bench_command.app, name="bench")
-_VERBS: tuple[Callable[..., None], ...] = (plan, train, proxy, simulate, report, watch, doctor)
+_VERBS: tuple[Callable[..., None], ...] = (plan, verify, train, proxy, simulate, report, watch, doctor)
 for verb in _VERBS:
     app.command()(verb)
 

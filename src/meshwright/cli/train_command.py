@@ -52,6 +52,7 @@ def train(
     from meshwright.observe import check_run_dir
     from meshwright.orchestrate import Orchestrator
     from meshwright.orchestrate.mpirun import needs_mpirun, train_with_mpirun
+    from meshwright.orchestrate.verified_run import verify_run
 
     flags: dict[str, Any] = {
         "steps": steps, "epochs": epochs, "data": data, "global_batch": global_batch, "seq": seq, "seed": seed, "plan": plan,
@@ -96,6 +97,7 @@ def train(
         log_progress(f"{prepared.plan.summary()} for {prepared.task.name}, {step}")
         if any(needs_mpirun(launcher, second, is_launched=False) for second in prepared.plan.backends[1:]):
             raise typer.Exit(train_with_mpirun(config, None, [], os.environ, as_json))
+        prepared = verify_run(orchestrator, prepared)
         result = orchestrator.train(prepared, console)
     _print_result(result, prepared, as_json)
 

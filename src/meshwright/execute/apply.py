@@ -247,7 +247,7 @@ def average_buffers(applied: AppliedPlan) -> None:
                 applied.groups.data.all_reduce(buffer, "buffers", "mean").wait()
 
 
-def autocast_factory(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of the context that forward runs in: autocast where the plan's precision is low."""
+def autocast_factory(plan: Plan, device: str = "") -> Callable[[], AbstractContextManager[None]]:
+    """Return a factory of the context that forward runs in: autocast where the plan's precision is low. The device is the plan's unless given."""
     dtype = low_precision_dtype(plan)
-    return nullcontext if dtype is None else lambda: torch.autocast(plan.device, dtype=dtype)
+    return nullcontext if dtype is None else lambda: torch.autocast(device or plan.device, dtype=dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.core.comm import Comm
 from meshwright.execute.apply import AppliedPlan
@@ -19,18 +19,38 @@ from meshwright.execute.shard_layout import ShardLayout
 
 def full_state(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter, then every tensor of optimizer state, unsharded, on the CPU, in the model's order. Collective."""
+    yield from full_parameters(applied)
+    yield from _from_holders(applied, _stepped_tensors(applied, applied.optimizer_state))
+
+
+def full_parameters(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter, unsharded, on the CPU, in the model's order. Collective."""
+    yield from _from_holders(applied, ((name, _unshard(name, value, applied)) for name, value in _parameter_values(applied)))
+
+
+def full_gradients(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradient of every parameter that the optimizer steps, unsharded, on the CPU; zeros where a rank has none. Collective; to be called
+    when gradients are final, such as in a hook before the optimizer's step."""
+    gradients = _stepped_tensors(applied, lambda param: {"grad": param.grad if param.grad is not None else torch.zeros_like(param)})
+    for name, gradient in _from_holders(applied, gradients):
+        yield name.removesuffix("/grad"), gradient
+
+
+def _from_holders(applied: AppliedPlan, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of this rank's pipeline stages and experts, and those of the other ranks. A name is a parameter's, or begins with it and '/'."""
     if applied.pipeline is None and applied.expert_parallel is None:
-        yield from _stage_state(applied)
+        yield from tensors
         return
-    local = dict(_stage_state(applied))
+    local: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        local.setdefault(name.partition("/")[0], []).append((name, tensor))
     names = list(applied.pipeline.stages_of_param) if applied.pipeline is not None else [n for n, _ in applied.model.named_parameters()]
-    for keys in (lambda name: [name], lambda name: sorted(k for k in local if k.startswith(f"{name}/"))):
-        for name in names:
-            comm, holder = _group_and_holder(applied, name)
-            entries: list[Any] = [[(k, local[k]) for k in keys(name)] if holder in (None, comm.rank) else None]
-            if holder is not None:
-                dist.broadcast_object_list(entries, group=process_group(comm), group_src=holder)
-            yield from entries[0]
+    for name in names:
+        comm, holder = _group_and_holder(applied, name)
+        entries: list[Any] = [local.get(name, []) if holder in (None, comm.rank) else None]
+        if holder is not None:
+            dist.broadcast_object_list(entries, group=process_group(comm), group_src=holder)
+        yield from entries[0]
 
 
 def _group_and_holder(applied: AppliedPlan, name: str) -> tuple[Comm, int | None]:
@@ -40,17 +60,15 @@ def _group_and_holder(applied: AppliedPlan, name: str) -> tuple[Comm, int | None
     return applied.groups.ep, applied.expert_parallel.holder_rank(name) if applied.expert_parallel is not None else None
 
 
-def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
-    """The state that this rank's pipeline stages hold: all of it without a pipeline."""
+def _stepped_tensors(applied: AppliedPlan, tensors_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `tensors_of` gives for the parameters or shards that this rank's optimizer steps, unsharded within its stages, as NAME/KEY."""
     names = {id(p): name for name, p in applied.model.named_parameters()}
-    for name, value in _parameter_values(applied):
-        yield name, _unshard(name, value, applied)
     if applied.gradient_sync is not None and applied.plan.memory.zero:
-        for name, value in _sharded_states(applied, applied.gradient_sync.buckets, names):
+        for name, value in _gather_shards(applied, applied.gradient_sync.buckets, names, tensors_of):
             yield name, _unshard(name.rpartition("/")[0], value, applied)
         return
     for param in applied.optimizer_parameters():
-        for key, value in sorted(applied.optimizer_state(param).items()):
+        for key, value in sorted(tensors_of(param).items()):
             yield f"{names[id(param)]}/{key}", _unshard(names[id(param)], _as_tensor(value).detach().cpu(), applied)
 
 
@@ -67,11 +85,13 @@ def _unshard(name: str, shard: Tensor, applied: AppliedPlan) -> Tensor:
     return shard.cpu()
 
 
-def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
-    """Gather the optimizer state of ZeRO's flat shards and split it by parameter. All ranks have the same keys."""
+def _gather_shards(
+    applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str], tensors_of: Callable[[nn.Parameter], Mapping[str, Any]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Gather what `tensors_of` gives for ZeRO's flat shards and split it by parameter. All ranks have the same keys."""
     full_states: dict[str, Tensor] = {}
     for bucket in buckets:
-        states = [(shard, applied.optimizer_state(shard.param)) for shard in bucket.optimizer_shards]
+        states = [(shard, tensors_of(shard.param)) for shard in bucket.optimizer_shards]
         for key in sorted({key for _, state in states for key in state}):
             values = [(shard, _as_tensor(state[key]).detach()) for shard, state in states if key in state]
             flat = _gather_flat(bucket.slices, [(shard.start, value) for shard, value in values if value.dim()], applied.groups.shard)

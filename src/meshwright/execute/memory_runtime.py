@@ -37,6 +37,11 @@ class RandomKeys:
         for module in self._modules:
             module.set_key(*self.current)
 
+    def freeze(self, seed: int) -> None:
+        """Give every micro-batch the key of the first one: batches of equal samples then draw equal numbers."""
+        self.set(seed, 0, 0)
+        self._modules = []
+
     @contextmanager
     def using(self, key: tuple[int, int, int]) -> Iterator[None]:
         """Context in which the key of another micro-batch is set."""

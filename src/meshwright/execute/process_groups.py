@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,6 +69,14 @@ def process_group(comm: Comm) -> dist.ProcessGroup:
     default = comm.default_comm if isinstance(comm, RoutedComm) else comm
     assert isinstance(default, TorchComm)
     return default.group
+
+
+def destroy_process_groups(groups: ProcessGroups, others: Iterable[Comm | None] = ()) -> None:
+    """Destroy what `make_process_groups` has made, and `others`; the world's group stays. For plans that were only tried. Collective."""
+    comms = [getattr(groups, name) for name in GROUP_AXES] + list(others)
+    made = {id(g): g for comm in comms if isinstance(comm, TorchComm) and (g := comm.group) is not dist.group.WORLD}
+    for group in made.values():
+        dist.destroy_process_group(group)
 
 
 class _GroupFactory:

@@ -89,6 +89,7 @@ class RunConfig(BaseModel):
     run_dir: str = Field("runs", description="folder that holds runs")
     name: str | None = Field(None, description="of the run; made from the model and the time unless given")
     log_interval: int = Field(0, ge=0, le=_MAX_STEPS, description="print one line every so many steps; 0: the live view instead")
+    verify: bool = Field(True, description="compare a plan that is new for the model with one device before step 1; off: trust it")
     on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is NaN or infinite: end the run, or go on")
     digest: bool = Field(False, description="at the end, gather the whole state and put its hash into result.json; slow for large models")
     profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")

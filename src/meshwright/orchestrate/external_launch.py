@@ -15,6 +15,7 @@ from rich.console import Console
 
 from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.core.plan import Plan
 from meshwright.execute.process_groups import register_backend
 from meshwright.launch import LaunchedRank, RankFailure, Rendezvous, connect_store, default_backend, join_process_group, leave_process_group
 from meshwright.launch.worker_process import describe_fault
@@ -22,9 +23,11 @@ from meshwright.observe import Recorder, RunFolder, check_run_dir
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.mpirun import announce_run_folder, last_step
-from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run
+from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run, require_fit
+from meshwright.orchestrate.plan_verification import choose_verified
 from meshwright.orchestrate.planning_wait import announce_plan, await_plan, waiting_lines
-from meshwright.orchestrate.rank_entrypoints import train_rank
+from meshwright.orchestrate.rank_entrypoints import make_rank_check, train_rank
+from meshwright.orchestrate.verified_run import with_verified_plan
 
 _PLANNING_TIMEOUT_S = 1e9  # MPI_Init waits for rank 0 while it plans: mpirun ends every rank if it dies
 
@@ -54,7 +57,8 @@ def train_on_launched_ranks(
             try:
                 check_run_dir(Path(config.run_dir))
                 prepared = orchestrator.prepare()
-                message = [str(create_run(prepared).path.resolve())]
+                require_fit(prepared)
+                message = [(prepared.config, prepared.alternatives)]
             except MeshwrightError as error:
                 message = [error]
             announce_plan(store)
@@ -63,20 +67,46 @@ def train_on_launched_ranks(
             await_plan(store)
         join_process_group(rendezvous, store)
     register_backend(backend, config.timeout_s)
-    if world > 1:
-        dist.broadcast_object_list(message, src=0)
-    if isinstance(message[0], MeshwrightError):
-        leave_process_group()
-        if rank > 0:
-            raise SystemExit(message[0].exit_code)  # rank 0 alone prints the message
-        raise message[0]
-    folder = RunFolder(Path(message[0]))
+    job, plans = _from_rank_zero(message, launched)
+    try:
+        chosen, lines = _choose_verified(job, plans, launched, log_progress)
+        if prepared is not None:
+            prepared = with_verified_plan(prepared, chosen, lines)
+            message = [str(create_run(prepared).path.resolve())]
+    except MeshwrightError as error:
+        message = [error]
+    folder = RunFolder(Path(_from_rank_zero(message, launched)))
     rank_results = _train(folder, launched, console, config.log_interval)
     if prepared is None:
         return None
     result = finish_run(folder, prepared, rank_results, orchestrator.phases)
     orchestrator.learn_from_run(prepared, result, len(rank_results[0]["times"]))
     return result
+
+
+def _from_rank_zero(message: list[Any], launched: LaunchedRank) -> Any:
+    """What rank 0 has put into `message`. If that is an error, every rank ends, and rank 0 alone raises it."""
+    if launched.world > 1:
+        dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], MeshwrightError):
+        leave_process_group()
+        if launched.rank > 0:
+            raise SystemExit(message[0].exit_code)
+        raise message[0]
+    return message[0]
+
+
+def _choose_verified(job: RunConfig, plans: list[Plan], launched: LaunchedRank, log_progress: ProgressCallback) -> tuple[Plan, list[str]]:
+    """The first plan that computes what one device does, and what was found; on all ranks together."""
+    if launched.world == 1 or not job.verify:
+        return plans[0], []
+    try:
+        return choose_verified(plans, make_rank_check(job, plans[0], launched.local_rank), log_progress)
+    except MeshwrightError:
+        raise
+    except Exception:
+        exit_without_finalizing(1)
+        raise
 
 
 def _train(folder: RunFolder, launched: LaunchedRank, console: Console, log_interval: int) -> list[dict[str, Any]]:

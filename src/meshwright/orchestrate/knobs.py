@@ -62,6 +62,7 @@ KNOBS = (
 # The settings that apply to a user's own script: where to run it and how to plan it. The script itself decides the rest.
 _LAUNCH_KEYS = {"plan", "nproc", "devices", "backend", "run_dir", "name"}
 _PLAN_KEYS = {knob.key for knob in KNOBS} - _LAUNCH_KEYS
+_OTHER_KEYS = {"verify"}  # obeyed by `prepare`, whether it plans or is given a plan
 CONSTRAINTS_VARIABLE = "MESHWRIGHT_CONSTRAINTS"  # environment variable that hands the constraints to a script's ranks
 
 
@@ -90,14 +91,15 @@ def script_environment(config: RunConfig) -> dict[str, str]:
     """The environment variables that hand the configuration to a script's ranks; raises RequestError for a setting that a script cannot obey."""
     fields = RunConfig.model_fields
     keys = {key for key in config.model_fields_set if getattr(config, key) != fields[key].get_default(call_default_factory=True)}
-    for key in sorted(keys - _PLAN_KEYS - _LAUNCH_KEYS):
+    for key in sorted(keys - _PLAN_KEYS - _LAUNCH_KEYS - _OTHER_KEYS):
         raise RequestError(f"{key} has no effect on a script, which sets it itself: leave it out")
     if config.backend == "auto":
         raise RequestError("backend=auto needs a plan before the ranks start, and a script is planned after: use gloo or mpi")
     constraints = config.model_dump(mode="json", include=keys & _PLAN_KEYS)
     if constraints and config.plan != "auto":
         raise RequestError(f"--plan {config.plan} runs unchanged, and {', '.join(sorted(constraints))} would change it: leave one of them out")
-    return {"MESHWRIGHT_PLAN": config.plan, **({CONSTRAINTS_VARIABLE: json.dumps(constraints)} if constraints else {})}
+    handed_on = config.model_dump(mode="json", include=keys & (_PLAN_KEYS | _OTHER_KEYS))
+    return {"MESHWRIGHT_PLAN": config.plan, **({CONSTRAINTS_VARIABLE: json.dumps(handed_on)} if handed_on else {})}
 
 
 def config_from_environment(environ: Mapping[str, str]) -> RunConfig:

@@ -78,6 +78,11 @@ class PreparedRun:
     ranking: Ranking | None  # None if the plan was given
     learning_rate: str  # what the run begins with, and why: one line
 
+    @property
+    def alternatives(self) -> list[Plan]:
+        """The plan, then what may run in its place; a plan that was given has no alternative."""
+        return self.ranking.alternatives if self.ranking is not None else [self.plan]
+
 
 class Orchestrator:
     """Drives one run. `log_progress` receives a line for each phase; `environ` is the only environment it reads."""
@@ -334,10 +339,14 @@ def _call_ranks(
         raise
 
 
-def create_run(prepared: PreparedRun) -> RunFolder:
-    """A new run folder with the run's inputs. Raises RequestError if the plan does not fit in memory."""
+def require_fit(prepared: PreparedRun) -> None:
     if not prepared.estimate.fits:
         raise RequestError(prepared.why.replace("\n", " "))
+
+
+def create_run(prepared: PreparedRun) -> RunFolder:
+    """A new run folder with the run's inputs. Raises RequestError if the plan does not fit in memory."""
+    require_fit(prepared)
     folder = create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prepared.task.name)
     try:
         write_run_inputs(folder.path, prepared)

@@ -27,18 +27,22 @@ from meshwright.core.phases import PhaseClock
 from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import device_index
 from meshwright.core.serialization import from_data, read_json
+from meshwright.core.task import Task
+from meshwright.core.verification import Verification
 from meshwright.describe.collective_probe import measure_in_turns
 from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
 from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal
 from meshwright.execute.full_state import state_digest
 from meshwright.execute.session import Session
 from meshwright.execute.step_profiler import profile_step
+from meshwright.execute.verify import verify
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak_resident, resident_bytes
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import load_dataset, load_task
 from meshwright.orchestrate.lr_schedule import learning_rate
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
+from meshwright.orchestrate.plan_verification import Check, make_collective_check
 from meshwright.orchestrate.step_log import StepLog, StepRecord
 from meshwright.schedule import LedgerLine, ledger_differences
 
@@ -212,12 +216,7 @@ class _TrainingLoop:
             print(f"meshwright: rank {self.rank}: communication of the {phase} differs from the plan: {differences[0]}", file=sys.stderr)
 
     def _make_session(self) -> Session:
-        torch.manual_seed(self.job.seed)
-        with self.device:
-            model = self.task.build()
-        if self.plan.memory.precision == "fp64":
-            model = model.double()
-        optimizer = make_optimizer(self.job, model)
+        model, optimizer = _build_model(self.job, self.task, self.plan, self.device)
         return Session(self.plan, model, optimizer, seed=self.job.seed, clip=self.job.clip or None)
 
     def _make_loaders(self) -> tuple[Iterator[dict[str, torch.Tensor]], Callable[[], Iterator[dict[str, torch.Tensor]]]]:
@@ -308,6 +307,15 @@ class _TrainingLoop:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak_resident_bytes()
 
 
+def _build_model(job: RunConfig, task: Task, plan: Plan, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(job.seed)
+    with device:
+        model = task.build()
+    if plan.memory.precision == "fp64":
+        model = model.double()
+    return model, make_optimizer(job, model)
+
+
 def make_optimizer(job: RunConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer by name. Adam is fused: it updates in one pass and keeps no temporaries."""
     lr, decay = job.learning_rate, job.weight_decay
@@ -318,6 +326,33 @@ def make_optimizer(job: RunConfig, model: torch.nn.Module) -> torch.optim.Optimi
     if job.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=0.0, fused=True)
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
+
+
+def verify_rank(rank: int, world: int, init_method: str, job: Mapping[str, Any], plan: Mapping[str, Any]) -> Verification:
+    """Verify a plan as one of its ranks, before training; returns what was found, the same on every rank."""
+    config, trial = RunConfig(**job), from_data(Plan, plan, "plan")
+    local = trial.device_order[rank] if trial.device_order else rank
+    device = _setup_device(trial.device_of(rank, local), trial.threads)
+    join_process_group(Rendezvous(rank, world, init_method, trial.backend, device.type, local, trial.sync.timeout_s))
+    try:
+        task = load_task(config)
+        model, optimizer = _build_model(config, task, trial, device)
+        return verify(trial, model, optimizer, verification_batch(config, task, trial) if rank == 0 else None, task.loss, seed=config.seed)
+    finally:
+        leave_process_group()
+
+
+def make_rank_check(job: RunConfig, plan: Plan, local_rank: int) -> Check:
+    """A check for ranks that a launcher has started and that verify before they train. All plans are for the same devices."""
+    task, device = load_task(job), _setup_device(plan.device_of(torch.distributed.get_rank(), local_rank), plan.threads)
+    model, optimizer = _build_model(job, task, plan, device)
+    return make_collective_check(model, optimizer, lambda: verification_batch(job, task, plan), task.loss, job.seed)
+
+
+def verification_batch(job: RunConfig, task: Task, plan: Plan) -> dict[str, torch.Tensor]:
+    """The first samples of the training data: at most a global batch."""
+    dataset = load_dataset(job, task, "train")
+    return dict(dataset.batch(torch.arange(min(plan.global_batch, len(dataset)))))
 
 
 def run_script(rank: int, world: int, init_method: str, script: str, arguments: list[str], folder: str, environment: Mapping[str, str]) -> float:

@@ -67,6 +67,14 @@ class Ranking:
         return self.scored[0]
 
     @property
+    def alternatives(self) -> list[Plan]:
+        """The best plan, then the best of every other strategy that fits: what to use where the best cannot be."""
+        first: dict[tuple[str, int, bool], Plan] = {}
+        for plan in (self.best.plan, *(s.plan for s in self.scored[1:] if s.estimate.fits)):
+            first.setdefault((plan.strategy, plan.world, plan.tensor.is_sequence_parallel), plan)
+        return list(first.values())
+
+    @property
     def speedup_over_equal(self) -> float | None:
         """Step time of the best plan with equal shares divided by that of the best plan; None on homogeneous devices, or if no equal split fits."""
         equal = self.best_equal_split

@@ -1,0 +1,171 @@
+"""Jobs that verify plans: of unusual models, of models whose samples meet, and with bugs put back into the rank's own code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from meshwright import api
+from meshwright.core.plan import Plan
+from meshwright.core.verification import Verification
+from meshwright.describe import layers
+from meshwright.execute import gradient_sync, tensor_parallel
+from meshwright.execute.full_state import state_digest
+from meshwright.execute.verify import verify
+from meshwright.orchestrate import plan_verification
+from tests.procs.unusual_models import SAMPLES, WIDTH, Language, language_loss, loader
+
+
+@contextmanager
+def process_group(rank: int, world: int, init_method: str) -> Iterator[None]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# -- bugs --
+
+
+def _replace_forward(layer: nn.Module, logical_dim: Any, comm: Any, name: str, eager: Any, cache: Any) -> None:
+    first, count = logical_dim.shard_range(comm.rank, comm.size)
+
+    def look_up(tokens: torch.Tensor) -> torch.Tensor:
+        is_local = (tokens >= first) & (tokens < first + count)
+        rows = F.embedding(torch.where(is_local, tokens - first, 0), layer.weight)  # type: ignore[arg-type]
+        return tensor_parallel.ReduceFromTensorParallel.apply(rows * is_local.unsqueeze(-1), comm, name, cache)
+
+    layer.forward = look_up
+
+
+BUGS: dict[str, Callable[[], Any]] = {
+    "": nullcontext,
+    "embedding without its own code": lambda: patch.object(tensor_parallel, "_shard_embedding", _replace_forward),
+    "unit that is never called": lambda: patch.object(layers, "_has_forward", lambda _: True),
+    "input hooked for each call": lambda: patch.object(tensor_parallel, "_one_per_input", lambda sites: sites),
+    "stepped shards not gathered": lambda: patch.object(gradient_sync.BucketReducer, "gather_parameters", lambda *_: None),
+}
+
+
+def plan_of(model: nn.Module, loss_fn: Any, mesh: str, **constraints: Any) -> Plan:
+    parsed = mw.Mesh.parse(mesh)
+    return mw.plan_for(model, next(iter(loader())), loss_fn, world=parsed.size, mesh=parsed, **constraints).best.plan
+
+
+def verify_language(rank: int, world: int, init_method: str, kind: str, mesh: str, bug: str = "", **constraints: Any) -> Verification:
+    with process_group(rank, world, init_method), BUGS[bug]():
+        torch.manual_seed(0)
+        model = Language(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return verify(plan_of(model, language_loss, mesh, **constraints), model, optimizer, next(iter(loader())), language_loss)
+
+
+# -- samples that meet --
+
+
+class Meeting(nn.Module):
+    def __init__(self, normalizes: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, 4)
+        self.norm = nn.BatchNorm1d(32) if normalizes else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x)).relu())  # type: ignore[no-any-return]
+
+
+def plain_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["noise"]), batch["tokens"][:, 0] % 4)
+
+
+def masked_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    labels = torch.where(batch["tokens"][:, 0] % 2 == 0, -100, batch["tokens"][:, 0] % 4)
+    labels = torch.cat([labels[:1] % 4, labels[1:]])  # the first one is never masked
+    return F.cross_entropy(model(batch["noise"]), labels)
+
+
+def noisy_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return plain_loss(model, {**batch, "noise": batch["noise"] + torch.randn_like(batch["noise"])})
+
+
+LOSSES = {"plain": plain_loss, "masked": masked_loss, "noisy": noisy_loss}
+
+
+def verify_meeting(rank: int, world: int, init_method: str, normalizes: bool, loss: str, mesh: str, **constraints: Any) -> Verification:
+    with process_group(rank, world, init_method):
+        torch.manual_seed(0)
+        model, loss_fn = Meeting(normalizes), LOSSES[loss]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return verify(plan_of(model, loss_fn, mesh, **constraints), model, optimizer, next(iter(loader())), loss_fn)
+
+
+# -- prepare --
+
+
+class Dropping(nn.Module):
+    """Draws random numbers in training, and counts its calls in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.3), nn.BatchNorm1d(32), nn.Linear(32, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.body(F.dropout(x, 0.2, self.training))  # type: ignore[no-any-return]
+
+
+def train_with(rank: int, world: int, init_method: str, verified: bool, mesh: str, **constraints: Any) -> dict[str, Any]:
+    """The losses and the final state of a run, and numbers drawn after it."""
+    with process_group(rank, world, init_method), patch.dict(os.environ, MESHWRIGHT_CONSTRAINTS=json.dumps({"verify": verified})):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = Dropping()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(3)
+        samples = [s for batch in loader() for s in _samples(batch)]
+        batches = DataLoader(samples, batch_size=8, shuffle=True, generator=generator)  # type: ignore[arg-type]
+        plan = plan_of(model, plain_loss, mesh, **constraints)
+        run = mw.prepare(model, optimizer, batches, loss_fn=plain_loss, plan=plan)
+        losses = [float(run.step(batch, plain_loss)) for batch in run.loader]
+        drawn = [torch.rand(()).item(), random.random(), float(np.random.rand()), torch.rand((), generator=generator).item()]
+        buffers = hashlib.sha256(b"".join(b.numpy().tobytes() for b in model.buffers())).hexdigest()
+        return {"losses": losses, "state": state_digest(run.session.applied), "drawn": drawn, "buffers": buffers, "why": run.why}
+
+
+def _samples(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [{key: value[i] for key, value in batch.items()} for i in range(SAMPLES // 4)]
+
+
+def prepare_language(rank: int, world: int, init_method: str, meshes: list[str], bug: str, times: int = 1) -> list[str]:
+    """The strategies and reasons of runs that are prepared one after the other; each mesh is a plan, the best first."""
+    with process_group(rank, world, init_method), BUGS[bug]():
+        found, calls = [], []
+        for _ in range(times):
+            torch.manual_seed(0)
+            model = Language("scaled embedding")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            plans = [plan_of(model, language_loss, mesh) for mesh in meshes]
+            counted = patch.object(plan_verification, "verify", lambda *args, **kwargs: [calls.append(1), verify(*args, **kwargs)][1])
+            with patch.object(api, "_resolve_plan", return_value=(plans, "")), counted:
+                run = mw.prepare(model, optimizer, loader(), loss_fn=language_loss)
+            found.append(f"{run.plan.strategy}: {run.why} [{len(calls)} calls]")
+        return found
