@@ -38,13 +38,109 @@ class PaddedConv(nn.Conv1d):
         return super().forward(F.pad(input, (1, 1)))
 
 
-class Block(nn.Module):
-    def __init__(self, linear: type[nn.Linear] = nn.Linear) -> None:
+class WrappedLinear(nn.Module):
+    """Runs the operations of its linear layer and no others."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dense, self.dropout = nn.Linear(inputs, outputs), nn.Dropout(0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+        return self.dropout(self.dense(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, linear: type[nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.between(self.up(self.norm(x)).relu()))
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class DepthwiseBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4 * WIDTH, 4 * WIDTH, 3, padding=1, groups=4 * WIDTH)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.conv(hidden.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class FunctionalDepthwiseBlock(DepthwiseBlock):
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = F.conv1d(hidden.transpose(1, 2), self.conv.weight, self.conv.bias, padding=1, groups=4 * WIDTH)
+        return out.transpose(1, 2)
+
+
+class ConcatenatingBlock(Block):
+    """Its second product takes features of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(5 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.down(torch.cat([self.up(normed).relu(), self.other(normed)], -1))  # type: ignore[no-any-return]
+
+
+class SlopesBlock(Block):
+    """Multiplies its heads by numbers that count them, as ALiBi does."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        slopes = 2.0 ** -torch.arange(1, 5, device=hidden.device)
+        return (hidden.unflatten(2, (4, WIDTH)) * slopes[:, None]).flatten(2)
+
+
+class RepeatingBlock(Block):
+    """Repeats a mask for every head."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        mask = (hidden[..., :1] > 0).to(hidden.dtype).repeat(1, 1, 4)
+        return (hidden.unflatten(2, (4, WIDTH)) * mask[..., None]).flatten(2)
+
+
+class DroppedBlock(Block):
+    """LayerDrop that never drops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.rand([]) < 0.0 else super().forward(x)
+
+
+class CarefulBlock(Block):
+    """Reads a value in Python."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        return super().forward(x)
+
+
+class Encoder(nn.Module):
+    """Returns a value that it computed long before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        early = self.early(x)
+        for block in self.blocks:
+            x = block(x)
+        return x, early
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(early).tanh()
 
 
 class Language(nn.Module):
@@ -56,16 +152,22 @@ class Language(nn.Module):
         embeddings = {"scaled embedding": ScaledEmbedding(WORDS, WIDTH), "renormalized embedding": nn.Embedding(WORDS, WIDTH, max_norm=0.5)}
         self.words = embeddings.get(kind) or nn.Embedding(WORDS, WIDTH)
         self.places = OffsetPositions(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(ClippedLinear if kind == "linear with its own forward" else nn.Linear) for _ in range(2))
+        self.blocks = nn.ModuleList(BLOCKS.get(kind, Block)() for _ in range(2))
         self.pairs = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH)]) for _ in range(2)) if kind == "uncalled lists" else None
         self.single = nn.ModuleList([Block()]) if kind == "uncalled lists" else None
         self.conv = PaddedConv(WIDTH, WIDTH, 3) if kind == "conv with its own forward" else None
+        self.gain = nn.Parameter(torch.rand(WIDTH)) if kind == "a parameter of its own" else None
+        self.encoder, self.mixer = (Encoder(), Mixer()) if kind == "a value used late" else (None, None)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if kind in ("scaled embedding", "renormalized embedding"):
             self.head.weight = self.words.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.places(tokens)
+        if self.gain is not None:
+            x = x * self.gain
+        if self.encoder is not None:
+            x, early = self.encoder(x)
         for _ in range(3 if self.kind == "reused blocks" else 1):
             for block in self.blocks:
                 x = block(x)
@@ -75,11 +177,30 @@ class Language(nn.Module):
             x = block(x)
         if self.conv is not None:
             x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        if self.mixer is not None:
+            x = self.mixer(x, early)
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class ClippedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = ClippedLinear(WIDTH, 4 * WIDTH)
+
+
+class WrappedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__(WrappedLinear)
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "linear with its own forward": ClippedBlock, "linear in a wrapper": WrappedBlock, "depthwise conv": DepthwiseBlock,
+    "depthwise conv as a function": FunctionalDepthwiseBlock, "concatenated features": ConcatenatingBlock, "slopes by head": SlopesBlock,
+    "repeated mask": RepeatingBlock, "blocks that might be dropped": DroppedBlock, "reads a value": CarefulBlock,
+}  # fmt: skip
 KINDS = (
-    "scaled embedding", "renormalized embedding", "linear with its own forward", "conv with its own forward", "reused blocks", "uncalled lists",
+    "scaled embedding", "renormalized embedding", "conv with its own forward", "reused blocks", "uncalled lists", "a parameter of its own",
+    "a value used late", *BLOCKS,
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from meshwright.execute.memory_runtime import RandomKeys
 
 Autocast = Callable[[], AbstractContextManager[None]]
 _RANDOM_DIFFERENCE = 1e-5  # of a loss, relative: beyond what kernels whose sums have no fixed order explain
+_NOISE = 0.02  # added to parameters whose elements are all alike
 _STAND_IN_RATE = 1e-3  # for a learning rate of zero, with which no step could be compared
 
 
@@ -33,7 +34,9 @@ class NotVerifiableError(Exception):
 
 
 def copy_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A copy of the model and of its optimizer, which steps the copy, on another device if one is given. Its dropout modules drop nothing."""
+    """A copy of the model and of its optimizer, which steps the copy, on another device if one is given. Its dropout modules drop nothing.
+    Parameters whose elements are all alike (biases of zero, gains of one) get other values, the same in every copy: they would hide what a plan
+    does with them."""
     try:
         copied, stepper = copy.deepcopy((model, optimizer))
     except Exception as error:
@@ -53,6 +56,11 @@ def copy_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch
         elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             module.dropout = 0.0
         module.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for index, parameter in enumerate(copied.parameters()):
+            if parameter.is_floating_point() and parameter.numel() and bool((parameter == parameter.flatten()[0]).all()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+                parameter.add_(noise.to(parameter), alpha=_NOISE)
     return copied, stepper
 
 

@@ -195,12 +195,12 @@ class _SequencePolicyBuilder:
         return replace(site, sequence_layout=self.region.position_layout(value), needs_grad=self.graph.dataflow.values[value].needs_grad)
 
     def _partial_biases(self) -> Iterator[str]:
-        """Biases of layers whose output is reduce-scattered: each rank adds them to its own positions only, so their gradients are partial."""
+        """Biases of layers whose output is reduce-scattered: each rank adds them to its own positions only, so their gradients are partial. A layer
+        adds its bias in the product, or in an operation of its own if its input is not contiguous."""
         sharded = self.region.sharded_dims
         for call in self.region.reduced_outputs.values():
             for index in range(call.first_op, call.end_op):
-                op = self.graph.op(index)
-                for value in op.inputs if sharded.intersection(op.contracted_dims) else ():
+                for value in self.graph.op(index).inputs:
                     if value in self.graph.parameter_of and not sharded & self.graph.value_dims[value]:
                         yield self.graph.parameter_of[value]
 
