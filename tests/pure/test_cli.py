@@ -509,7 +509,7 @@ def test_a_users_own_model_is_described(tmp_path: Path) -> None:
 
 def test_a_users_wrong_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(MODELS)
-    assert "Bad could not be traced" in complaint(tool("describe", "model", "models.py:Bad", cwd=tmp_path))
+    assert "Bad can be neither traced nor run" in complaint(tool("describe", "model", "models.py:Bad", cwd=tmp_path))
 
 
 def test_an_unwritable_run_folder_is_refused_before_anything_is_measured(run: Tool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

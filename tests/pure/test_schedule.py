@@ -312,11 +312,11 @@ def test_one_device_sends_nothing() -> None:
         assert not collectives(plan(profile, zero=zero, micro=2), profile)
 
 
-@pytest.mark.parametrize(("precision", "size"), [("fp64", 8), ("fp32", 4), ("bf16", 4)])
-def test_the_loss_is_one_number(precision: str, size: int) -> None:
+@pytest.mark.parametrize(("precision", "kind", "size"), [("fp64", "mean", 8), ("fp32", "mean", 4), ("bf16", "mean", 4), ("fp32", "masked mean", 8)])
+def test_the_loss_is_one_number_or_a_sum_and_a_count(precision: str, kind: str, size: int) -> None:
     profile = blocks(2)
     made = plan(profile, dp=2)
-    chosen = Plan(**{**vars(made), "memory": type(made.memory)(precision=precision)})  # type: ignore[arg-type]
+    chosen = replace(made, memory=type(made.memory)(precision=precision), samples=replace(made.samples, loss=kind))  # type: ignore[arg-type]
     (loss,) = (a for a in program(chosen, profile) if a.name == "loss")
     assert (loss.op, loss.axis, loss.bytes) == ("all_reduce", "batch", size)
 

@@ -68,9 +68,9 @@ def test_every_action_knows_how_many_ranks_take_part() -> None:
 def test_an_encoders_output_travels_with_the_decoder() -> None:
     stages = stages_of("T5", 4)
     assert max(len(stage.boundary_activations) for stage in stages) >= 2
-    sizes = {carry.source: (carry.bytes_for(1), carry.bytes_for(3)) for stage in stages for carry in stage.boundary_activations}
-    assert sizes["encoder"] == (10 * 32 * 4, 3 * 10 * 32 * 4)
-    assert sizes["decoder.block.0"] == (4 * 10 * 10 * 4,) * 2, "a bias for heads and positions is the same for all samples"
+    sizes = {carry.name: (carry.bytes_for(1), carry.bytes_for(3)) for stage in stages for carry in stage.boundary_activations}
+    assert sizes["encoder>0"] == (10 * 32 * 4, 3 * 10 * 32 * 4)
+    assert sizes["decoder.block.0.layer.0>1"] == (4 * 10 * 10 * 4,) * 2, "a bias for heads and positions is the same for all samples"
 
 
 def test_every_layer_is_on_one_stage_in_order() -> None:

@@ -100,6 +100,15 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
         yield fakes
 
 
+@contextmanager
+def copied_parameters(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """While active, the model's parameters and buffers are copies; the model itself is not modified, whatever runs."""
+    named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    copies = {name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named}
+    with _reparametrize_module(model, copies, tie_weights=True):
+        yield copies
+
+
 class _DecidedDraws(TorchFunctionMode):
     """Answers `torch.rand([]) < p` for p ≤ 0, which fake tensors cannot: layers that LayerDrop never drops are always run."""
 

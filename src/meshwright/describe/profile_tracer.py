@@ -8,7 +8,6 @@ assigned while it ran; a backward operation belongs to the layer that owns the n
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -68,7 +67,7 @@ def trace_module(
     try:
         return _trace_profile(model, loss, partial(fake_tensors.example_batch_like, batch), mode, *options)
     except UntraceableError as error:
-        return _profile_by_running(copy.deepcopy(model), loss, partial(fake_tensors.samples_like, batch, model), error, *options)
+        return _profile_by_running(model, loss, partial(fake_tensors.samples_like, batch, model), error, *options)
 
 
 def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
@@ -80,7 +79,7 @@ def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
 def _profile_by_running(
     model: nn.Module, loss: Loss, make_batch: Callable[[int], Batch], error: UntraceableError, name: str, precision: str, attention: str, device: str
 ) -> ModelProfile:
-    """Profile a model that cannot be traced: two steps of it on real samples. The model's buffers change."""
+    """Profile a model that cannot be traced: two steps of it on real samples. The model is not modified."""
     with torch.random.fork_rng():
         try:
             profile = _trace_profile(model, loss, make_batch, nullcontext(), name, precision, attention, device)
@@ -114,8 +113,7 @@ def _trace_step(
     is_fake = isinstance(mode, FakeTensorMode)
     with ExitStack() as stack:
         stack.enter_context(mode)
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        fakes = stack.enter_context(fake_tensors.fake_parameters(model, precision)) if is_fake else own
+        fakes = stack.enter_context(fake_tensors.fake_parameters(model, precision) if is_fake else fake_tensors.copied_parameters(model))
         inputs = make_batch(batch)
         recorder = _ProfileRecorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))], device)
         stack.enter_context(_layer_hooks(layers, recorder))

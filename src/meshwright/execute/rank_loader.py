@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from meshwright.core.backends import backend_traits
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
@@ -243,7 +244,8 @@ def prepare_loaders(loaders: Sequence[Iterable[Batch]], session: Session, device
 
 
 def _broadcast_state(state: Tensor, groups: ProcessGroups) -> Tensor:
-    device = "cuda" if groups.world.size > 1 and dist.get_backend() == "nccl" else "cpu"
+    on_host = groups.world.size == 1 or "cpu" in backend_traits(dist.get_backend()).devices
+    device = "cpu" if on_host else "cuda"
     state = state.to(device)
     groups.world.broadcast(state, "init/rng").wait()
     return state.cpu()

@@ -71,7 +71,7 @@ def _describe_choice(best: ScoredPlan) -> str:
 def _describe_untraceable(ranking: Ranking) -> list[str]:
     if not (reason := ranking.profile.untraceable):
         return []
-    return [f"Not traced: {reason}. A copy of the model ran instead; only data parallelism and ZeRO were considered, without recomputation."]
+    return [f"Not traced: {reason}. The model was run instead; only data parallelism and ZeRO were considered, without recomputation."]
 
 
 # -- why this plan --
