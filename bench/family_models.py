@@ -8,7 +8,7 @@ this way is reported as such and is not a model of the sweep.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import re
 import warnings
@@ -38,6 +38,8 @@ class Family:
 
 
 def all_families() -> list[Family]:
+    if importlib.util.find_spec("torchvision") is not None:
+        _define_missing_operators()
     found = [*torch_families(), *transformers_families()]
     for package, families in (("timm", timm_families), ("torchvision", torchvision_families), ("diffusers", diffusers_families)):
         if importlib.util.find_spec(package) is not None:
@@ -427,11 +429,124 @@ def _build_segmentation(name: str) -> tuple[nn.Module, Any, Loss]:
 
 
 def diffusers_families() -> list[Family]:
-    return []
+    """The U-Nets, transformers and autoencoders that take an image, a time and a condition."""
+    small = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4}
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    cross = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D")}
+    coder = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": 4}
+    transformer = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "num_layers": 2, "sample_size": 8}
+    dit = {**transformer, "patch_size": 2, "norm_num_groups": 4, "num_embeds_ada_norm": 10}
+    sd3 = {**transformer, "patch_size": 2, "joint_attention_dim": 32, "caption_projection_dim": 32, "pooled_projection_dim": 16}
+    pixart = {**dit, "cross_attention_dim": 32, "caption_channels": 16}
+    image = {"sample": (BATCH, 4, 8, 8), "timestep": (BATCH,)}
+    text, caption = {"encoder_hidden_states": (BATCH, SEQ, 32)}, {"encoder_hidden_states": (BATCH, SEQ, 16)}
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
+        "unet2d": ("UNet2DModel", {**small, **blocks, "in_channels": 4, "out_channels": 4, "sample_size": 8, "attention_head_dim": 4}, image),
+        "unet2d_condition": (
+            "UNet2DConditionModel",
+            {**small, **cross, "cross_attention_dim": 32, "sample_size": 8, "attention_head_dim": 4},
+            image | text,
+        ),
+        "autoencoder_kl": ("AutoencoderKL", {**small, **coder}, {"sample": (BATCH, 3, 16, 16)}),
+        "vq_model": ("VQModel", {**small, **coder, "num_vq_embeddings": 32}, {"sample": (BATCH, 3, 16, 16)}),
+        "dit": ("DiTTransformer2DModel", dit, {"hidden_states": (BATCH, 4, 8, 8), "timestep": (BATCH,), "class_labels": (BATCH,)}),
+        "sd3": ("SD3Transformer2DModel", sd3, {"hidden_states": (BATCH, 4, 8, 8), "timestep": (BATCH,), "pooled_projections": (BATCH, 16)} | text),
+        "pixart": ("PixArtTransformer2DModel", pixart, {"hidden_states": (BATCH, 4, 8, 8), "timestep": (BATCH,)} | caption),
+    }
+    return [Family("diffusers", name, lambda case=case: _build_diffusers(*case)) for name, case in cases.items()]  # type: ignore[misc]
+
+
+def _build_diffusers(class_name: str, config: dict[str, Any], inputs: dict[str, tuple[int, ...]]) -> tuple[nn.Module, Any, Loss]:
+    import diffusers
+
+    generator = torch.Generator().manual_seed(1)
+    numbers = ("timestep", "class_labels")
+    batch = {
+        name: torch.randint(0, 9, shape, generator=generator) if name in numbers else torch.randn(shape, generator=generator)
+        for name, shape in inputs.items()
+    }
+    return getattr(diffusers, class_name)(**config), batch, output_loss
 
 
 # -- torch's own modules --
 
 
 def torch_families() -> list[Family]:
-    return []
+    """torch's own layers with sequences, images and tables, between two linear layers."""
+    width = WIDTH
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "transformer_encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(width, HEADS, 64, 0.0, batch_first=True), 2),
+        "transformer_encoder_pre_norm": lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, HEADS, 64, 0.0, "gelu", batch_first=True, norm_first=True), 2
+        ),
+        "transformer_decoder": lambda: _WithMemory(nn.TransformerDecoder(nn.TransformerDecoderLayer(width, HEADS, 64, 0.0, batch_first=True), 2)),
+        "lstm": lambda: nn.LSTM(width, width, 2, batch_first=True),
+        "gru": lambda: nn.GRU(width, width, 2, batch_first=True, bidirectional=True),
+        "rnn": lambda: nn.RNN(width, width, batch_first=True),
+        "conv1d": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 3, padding=1), nn.GELU(), nn.Conv1d(64, width, 3, padding=1))),
+        "depthwise": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 1), nn.Conv1d(64, 64, 3, padding=1, groups=64), nn.Conv1d(64, width, 1))),
+        "grouped": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 1), nn.Conv1d(64, 64, 3, padding=1, groups=4), nn.Conv1d(64, width, 1))),
+        "transposed_conv": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 2, 2), nn.ReLU(), nn.ConvTranspose1d(64, width, 2, 2))),
+        "weight_norm": lambda: nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(*shape)) for shape in ((width, 64), (64, width)))),
+        "spectral_norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(width, 64)), nn.ReLU(), nn.Linear(64, width)),
+        "bilinear": lambda: _Squared(nn.Bilinear(width, width, width)),
+        "prelu": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 1), nn.PReLU(64), nn.Conv1d(64, width, 1))),
+        "group_norm": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 1), nn.GroupNorm(4, 64), nn.Conv1d(64, width, 1))),
+        "batch_norm": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 1), nn.BatchNorm1d(64), nn.ReLU(), nn.Conv1d(64, width, 1))),
+        "instance_norm": lambda: _Transposed(nn.Sequential(nn.Conv1d(width, 64, 1), nn.InstanceNorm1d(64, affine=True), nn.Conv1d(64, width, 1))),
+        "glu": lambda: nn.Sequential(nn.Linear(width, 128), nn.GLU(), nn.Linear(64, width)),
+        "frozen": lambda: nn.Sequential(nn.Linear(width, 64).requires_grad_(False), nn.GELU(), nn.Linear(64, width)),
+        "adaptive_pool": lambda: nn.Sequential(nn.Linear(width, 64), nn.AdaptiveAvgPool1d(width), nn.Linear(width, width)),
+    }
+    return [Family("torch", name, lambda make=make: _build_torch(make)) for name, make in layers.items()]  # type: ignore[misc]
+
+
+class _Surrounded(nn.Module):
+    """An embedding, a layer and a head."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(VOCAB, WIDTH), layer, nn.LazyLinear(VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        output = self.layer(self.words(input_ids))
+        return self.head(output[0] if isinstance(output, tuple) else output)  # type: ignore[no-any-return]
+
+
+class _Transposed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class _WithMemory(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x.flip(1))  # type: ignore[no-any-return]
+
+
+class _Squared(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x)  # type: ignore[no-any-return]
+
+
+def _token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, -2), batch["labels"].flatten())
+
+
+def _build_torch(make: Callable[[], nn.Module]) -> tuple[nn.Module, Any, Loss]:
+    model, generator = _Surrounded(make()), torch.Generator().manual_seed(1)
+    batch = {name: torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator) for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        model(batch["input_ids"])  # gives the head its width
+    return model, batch, _token_loss

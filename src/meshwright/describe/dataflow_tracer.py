@@ -194,7 +194,7 @@ class _DataflowRecorder(TorchDispatchMode):
 
     def _register_output(self, tensor: Tensor, dims: TensorDims) -> int:
         index = self._ids.get(id(tensor))
-        if index is None:
+        if index is None or self.trace.values[index].shape != tuple(tensor.shape):  # a tensor may change its own shape (squeeze_)
             return self._register(tensor, dims)
         for old, new in zip(self.trace.values[index].dims, dims, strict=True):  # in-place: the same tensor gets further constraints
             unify(old, new)

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.quantities import show_seconds
+from meshwright.core.sample_coupling import describe_inexactness
 from meshwright.core.task import Batch, Loss
 from meshwright.core.verification import Verification
 from meshwright.execute.verify import verify
@@ -54,8 +55,8 @@ def add_lines(lines: Sequence[str], why: str) -> str:
 
 def describe_verification(plan: Plan, found: Verification) -> str:
     """One line about a plan that will train; "" where nothing needs to be said."""
-    if found.verdict == "inexact":
-        return f"{plan.strategy} is not exact for this model: {found.reason}"
+    if found.verdict == "inexact":  # what the dataflow shows is said with the plan, and says what to set
+        return "" if describe_inexactness(plan) else f"{plan.strategy} is not exact for this model: {found.reason}"
     if found.verdict == "not verified":
         return f"not verified: {found.reason}"
     if found.is_cached or plan.world == 1:

@@ -96,9 +96,10 @@ class DataflowGraph:
         return self.dataflow.operations[index]
 
     def input_calls(self, value: int) -> list[ModuleCall]:
-        """Module calls that take a value as an input, smallest first. Where `layers` may be on several pipeline stages, only calls inside one of
-        them: a stage may run only the end of a larger module, on a value that it received inside the module."""
-        calls = (m for m in self._consumer_calls.get(value, ()) if not self._layers or self._in_layer(m.module))
+        """Module calls that take a value as an input, smallest first; not those that return it too, since what is done at their input would reach
+        its uses after them. Where `layers` may be on several pipeline stages, only calls inside one of them: a stage may run only the end of a
+        larger module, on a value that it received inside the module."""
+        calls = (m for m in self._consumer_calls.get(value, ()) if value not in m.outputs and (not self._layers or self._in_layer(m.module)))
         return sorted(calls, key=lambda m: m.end_op - m.first_op)
 
     def consumer_calls(self, value: int) -> Sequence[ModuleCall]:

@@ -53,7 +53,8 @@ def _candidate_dims(graph: DataflowGraph, policy: TensorPolicy, sharded_dims: fr
     counts: Counter[int] = Counter()
     for site in policy.reduce_sites:
         for call in graph.calls_by_module[site.module]:
-            read = {v for i in range(call.first_op, call.end_op) for v in graph.op(i).inputs if v in graph.parameter_of}
+            inputs = {v for i in range(call.first_op, call.end_op) for v in graph.op(i).inputs}
+            read = {v for v in inputs if v in graph.parameter_of or graph.dataflow.values[v].parameter}  # frozen ones too
             features = {s for v in read for s in graph.value_dims[v]}
             positions = graph.value_dims[call.outputs[0]] - features - graph.dataflow.sample_dims - sharded_dims
             counts.update(s for s in positions if graph.dataflow.sizes[s] >= tp_degree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.core.dataflow import Dataflow, ModuleCall, Operation
@@ -270,10 +270,26 @@ def _size_rewrites(graph: DataflowGraph, dim_names: Mapping[int, str]) -> list[S
     for rewrite in uneven:
         reason = f"the code of {rewrite.module or 'the model'} slices it at a fixed index ({rewrite.original_size} of {rewrite.length})"
         raise ShardingBlockedError(logical_dims[rewrite.logical_dim], reason)
+    for logical_dim, module in _sizes_computed_from(graph, dim_names):
+        raise ShardingBlockedError(logical_dim, f"the code of {module or 'the model'} computes sizes from it")
     for rewrite in unclear:
         reason = f"the code of {rewrite.module} uses the size {rewrite.original_size} for other things too"
         raise ShardingBlockedError(logical_dims[rewrite.logical_dim], reason)
     return rewrites
+
+
+def _sizes_computed_from(graph: DataflowGraph, dim_names: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """(sharded logical dim, module) where a module's code reads the size of a tensor dim of which it is a factor, and splits that dim by a view with
+    an open size: what the code computes from a rank's size, such as the width of a head, would give another shape without an error."""
+    flow = graph.dataflow
+    reads: set[tuple[int, str]] = set()
+    for read in flow.size_reads:
+        factors, call = flow.values[read.value].logical_dims[read.dim], graph.innermost_call.get(read.before_operation)
+        reads |= {(logical_dim, call.module) for logical_dim in factors if len(factors) > 1 and call is not None and logical_dim in dim_names}
+    for op in (o for o in flow.operations if o.call_index >= 0 and -1 in flow.sized_calls[o.call_index].sizes):
+        split = {dims[0] for dims in flow.values[op.outputs[0]].logical_dims if len(dims) == 1}
+        whole = {s for dims in flow.values[op.inputs[0]].logical_dims if len(dims) > 1 for s in dims}
+        yield from sorted((s, op.module) for s in split & whole if (s, op.module) in reads)
 
 
 def _unsharded_reasons(graph: DataflowGraph, sharded: set[str], placements: Placements, blocked_dims: Mapping[int, str]) -> dict[str, str]:
