@@ -19,7 +19,7 @@ _ADD_OPS = frozenset(("add", "add_", "sub", "sub_", "index_add", "index_add_", "
 _ZERO_OPS = frozenset(("zeros", "zeros_like", "new_zeros"))
 # Operations whose new dims may be of any length: the sizes in the model's code are rewritten, and all elements are alike.
 _FILL_OPS = frozenset((*_ZERO_OPS, "empty", "empty_like", "new_empty", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "expand"))
-_REPEAT_FUNCTIONS = ("repeat", "tile")  # take how often, not a size
+_REPEAT_FUNCTIONS = ("repeat", "tile", "repeat_interleave")  # take how often, not a size
 
 
 @dataclass(frozen=True)
