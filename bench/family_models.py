@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -335,13 +336,14 @@ def _transformer_batch(model: nn.Module, config: Any, head: str, everything: boo
 
 def _define_missing_operators() -> None:
     """torchvision's wheel for CUDA does not load its operators beside a CPU build of torch; its models can be imported if their schemas exist."""
-    for schema in (
-        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    ):
-        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for operator in ("nms", "qnms"):
             _LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
-            _LIBRARIES[-1].define(schema)
+            _LIBRARIES[-1].define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 _LIBRARIES: list[Any] = []
