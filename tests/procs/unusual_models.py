@@ -101,7 +101,14 @@ class RepeatingBlock(Block):
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = (hidden[..., :1] > 0).to(hidden.dtype).repeat(1, 1, 4)
-        return (hidden.unflatten(2, (4, WIDTH)) * mask[..., None]).flatten(2)
+        return (hidden.unflatten(-1, (4, WIDTH)) * mask[..., None]).flatten(2)
+
+
+class UnflattenBlock(Block):
+    """Counts the dim that it splits from the end."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.unflatten(-1, (4, WIDTH)).softmax(-1).flatten(-2)
 
 
 class DroppedBlock(Block):
@@ -197,6 +204,7 @@ BLOCKS: dict[str, type[Block]] = {
     "linear with its own forward": ClippedBlock, "linear in a wrapper": WrappedBlock, "depthwise conv": DepthwiseBlock,
     "depthwise conv as a function": FunctionalDepthwiseBlock, "concatenated features": ConcatenatingBlock, "slopes by head": SlopesBlock,
     "repeated mask": RepeatingBlock, "blocks that might be dropped": DroppedBlock, "reads a value": CarefulBlock,
+    "heads by unflatten": UnflattenBlock,
 }  # fmt: skip
 KINDS = (
     "scaled embedding", "renormalized embedding", "conv with its own forward", "reused blocks", "uncalled lists", "a parameter of its own",

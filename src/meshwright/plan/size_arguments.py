@@ -25,6 +25,8 @@ def size_arguments(dataflow: Dataflow, op: Operation) -> Iterator[tuple[int, int
                 yield i, number, at, source.shape[at]
             continue
         dim = call.dim if call.function.startswith(("split", "unflatten")) else i
-        at = dim + i if call.function == "unflatten" else dim
+        if call.function == "unflatten":  # a dim counted from the end moves by the dims that come in
+            dim += i if dim >= 0 else i - len(call.sizes) + 1
+        at = dim
         if -len(out.logical_dims) <= at < len(out.logical_dims) and out.shape[at] == number:
             yield i, number, at, 0
