@@ -26,7 +26,11 @@ def refusal(kind: str, mesh: str, constraints: dict[str, Any]) -> str:
     if kind == "reads a value" and mesh != "shard=2":
         return r"Python reads the value of a tensor in `if not torch.isfinite\(x\).all\(\):` \(.*unusual_models.py"
     whole = "no tensor-parallel layer is followed by another one that takes the same positions"
-    reasons = {"conv with its own forward": "combines sharded positions", "reused blocks": "blocks.0 is called several times"}
+    reasons = {
+        "conv with its own forward": "combines sharded positions",
+        "blocks by forward": "combines sharded positions",
+        "reused blocks": "blocks.0 is called several times",
+    }
     reasons |= dict.fromkeys(("depthwise conv as a function", "concatenated features", "repeated mask"), whole)
     return reasons.get(kind, "") if constraints.get("sequence") else ""
 

@@ -159,14 +159,14 @@ class Language(nn.Module):
         embeddings = {"scaled embedding": ScaledEmbedding(WORDS, WIDTH), "renormalized embedding": nn.Embedding(WORDS, WIDTH, max_norm=0.5)}
         self.words = embeddings.get(kind) or nn.Embedding(WORDS, WIDTH)
         self.places = OffsetPositions(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(BLOCKS.get(kind, Block)() for _ in range(2))
+        self.blocks = nn.ModuleList(BLOCKS.get(kind, Block)() for _ in range(1 if kind == "tied without repeats" else 2))
         self.pairs = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH)]) for _ in range(2)) if kind == "uncalled lists" else None
         self.single = nn.ModuleList([Block()]) if kind == "uncalled lists" else None
         self.conv = PaddedConv(WIDTH, WIDTH, 3) if kind == "conv with its own forward" else None
         self.gain = nn.Parameter(torch.rand(WIDTH)) if kind == "a parameter of its own" else None
         self.encoder, self.mixer = (Encoder(), Mixer()) if kind == "a value used late" else (None, None)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        if kind in ("scaled embedding", "renormalized embedding"):
+        if kind in ("scaled embedding", "renormalized embedding", "tied without repeats"):
             self.head.weight = self.words.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ class Language(nn.Module):
             x, early = self.encoder(x)
         for _ in range(3 if self.kind == "reused blocks" else 1):
             for block in self.blocks:
-                x = block(x)
+                x = block.forward(x) if self.kind == "blocks by forward" else block(x)
         for block, linear in self.pairs or ():  # type: ignore[misc]
             x = linear(block(x))
         for block in self.single or ():
@@ -208,7 +208,7 @@ BLOCKS: dict[str, type[Block]] = {
 }  # fmt: skip
 KINDS = (
     "scaled embedding", "renormalized embedding", "conv with its own forward", "reused blocks", "uncalled lists", "a parameter of its own",
-    "a value used late", *BLOCKS,
+    "a value used late", "blocks by forward", "tied without repeats", *BLOCKS,
 )  # fmt: skip
 
 

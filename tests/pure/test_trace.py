@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import pickle
 import subprocess
 import sys
 import weakref
@@ -34,8 +35,10 @@ from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Field, Loss, Task
 from meshwright.cost.memory_cost import model_state_bytes, peak_live_memory
 from meshwright.describe import layer_profiles, profile_tracer
+from meshwright.describe.dataflow_tracer import trace_module_dataflow
 from meshwright.describe.profile_tracer import profile_parameters_only, trace_module, trace_task
 from meshwright.describe.storage_lifetimes import upper_envelope
+from meshwright.describe.untraceable import UntraceableError
 from meshwright.schedule.step_actions import gradient_buckets
 from meshwright.zoo.gpt import GPT, GPTConfig
 from meshwright.zoo.llama import Llama, LlamaConfig
@@ -747,3 +750,10 @@ def test_who_saves_what_is_known_by_module() -> None:
     assert sum(by.values()) < 1.0, "attention and the activation belong to no module with parameters"
     whole = [part * block.activation_bytes / width for name, part in by.items() if "norm" in name]
     assert whole and all(abs(part - 1) < 0.1 for part in whole)
+
+
+def test_what_rank_0_says_of_such_a_model_reaches_other_ranks() -> None:
+    with pytest.raises(UntraceableError) as error:
+        trace_module_dataflow(Branches(), square, {"x": torch.zeros(BATCH, 8)})
+    received = pickle.loads(pickle.dumps(error.value))
+    assert isinstance(received, RequestError) and str(received) == str(error.value)

@@ -272,3 +272,12 @@ def test_a_broken_cache_only_costs_a_verification(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     save_verification({"XDG_CACHE_HOME": str(tmp_path / "file")}, "key", Verification("equal"))
     assert load_verification({"XDG_CACHE_HOME": str(tmp_path / "file")}, "key") is None
+
+
+def test_parameters_whose_elements_are_alike_differ_in_copies_and_alike_in_all() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
+    first, second = (copy_model(model, torch.optim.SGD(model.parameters(), lr=0.1))[0] for _ in range(2))
+    for name, original in model.named_parameters():
+        assert torch.equal(first.get_parameter(name), second.get_parameter(name))
+        assert torch.equal(first.get_parameter(name), original) is (name == "0.weight")

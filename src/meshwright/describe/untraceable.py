@@ -22,6 +22,10 @@ class UntraceableError(RequestError):
         meshes = "data parallelism and ZeRO alone can run it (--mesh dp=N or --mesh shard=N)"
         super().__init__(f"model {type(model).__name__} could not be traced, so {meshes}: {self.reason}")
 
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str]]:
+        """What rank 0 sends to the others."""
+        return RequestError, (str(self),)
+
 
 def describe_failure(error: Exception) -> str:
     """What the model's code did, and its last line that ran: code of torch does not count."""
