@@ -7,7 +7,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright import api
+from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.verification import Verification
 from meshwright.describe import layers
@@ -27,6 +28,7 @@ from meshwright.execute import gradient_sync, tensor_parallel
 from meshwright.execute.full_state import state_digest
 from meshwright.execute.verify import verify
 from meshwright.orchestrate import plan_verification
+from meshwright.plan import memory_planner, mesh_proposals, planning_problem
 from tests.procs.unusual_models import SAMPLES, WIDTH, Language, language_loss, loader
 
 
@@ -54,10 +56,24 @@ def _replace_forward(layer: nn.Module, logical_dim: Any, comm: Any, name: str, e
     layer.forward = look_up
 
 
+@contextmanager
+def _uncalled_units() -> Iterator[None]:
+    """A ModuleList is taken for a block, and a block for a unit though nobody calls it."""
+
+    def blocks(profile: ModelProfile) -> tuple[str, ...]:
+        return tuple(layer.name for layer in profile.layers if layer.block)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(layers, "_has_forward", lambda _: True))
+        for module in (memory_planner, planning_problem, mesh_proposals):
+            patches.enter_context(patch.object(module, "choose_units", blocks))
+        yield
+
+
 BUGS: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     "embedding without its own code": lambda: patch.object(tensor_parallel, "_shard_embedding", _replace_forward),
-    "unit that is never called": lambda: patch.object(layers, "_has_forward", lambda _: True),
+    "unit that is never called": _uncalled_units,
     "input hooked for each call": lambda: patch.object(tensor_parallel, "_one_per_input", lambda sites: sites),
     "stepped shards not gathered": lambda: patch.object(gradient_sync.BucketReducer, "gather_parameters", lambda *_: None),
 }
