@@ -24,12 +24,13 @@ def refusal(kind: str, mesh: str, constraints: dict[str, Any]) -> str:
     if kind == "renormalized embedding" and (mesh != "tp=2" or constraints.get("sequence")):
         return "words renormalizes its weight in forward"
     if kind == "reads a value" and mesh != "shard=2":
-        return r"Python reads the value of a tensor in `if not torch.isfinite\(x\).all\(\):` \(.*unusual_models.py"
+        return r"Python reads the value of a tensor in `if x.abs\(\).max\(\) > 1e6:` \(.*unusual_models.py"
     whole = "no tensor-parallel layer is followed by another one that takes the same positions"
     reasons = {
         "conv with its own forward": "combines sharded positions",
         "blocks by forward": "combines sharded positions",
         "reused blocks": "blocks.0 is called several times",
+        "asks for finite values": "needs all positions of a value that no module returns",
     }
     reasons |= dict.fromkeys(("depthwise conv as a function", "concatenated features", "repeated mask"), whole)
     return reasons.get(kind, "") if constraints.get("sequence") else ""

@@ -70,6 +70,18 @@ class DepthwiseBlock(Block):
         return self.conv(hidden.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
+class GroupedBlock(Block):
+    """Convolutions in four groups of channels, with other numbers of channels in a group after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4 * WIDTH, 8 * WIDTH, 3, padding=1, groups=4)
+        self.back = nn.ConvTranspose1d(8 * WIDTH, 4 * WIDTH, 3, padding=1, groups=4)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.back(self.conv(hidden.transpose(1, 2)).relu()).transpose(1, 2)  # type: ignore[no-any-return]
+
+
 class FunctionalDepthwiseBlock(DepthwiseBlock):
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         out = F.conv1d(hidden.transpose(1, 2), self.conv.weight, self.conv.bias, padding=1, groups=4 * WIDTH)
@@ -118,12 +130,21 @@ class DroppedBlock(Block):
         return x if torch.rand([]) < 0.0 else super().forward(x)
 
 
+class FiniteBlock(Block):
+    """Asks whether its input is finite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(x).all() or (~torch.isnan(x)).logical_not().any():
+            raise ValueError("not finite")
+        return super().forward(x)
+
+
 class CarefulBlock(Block):
     """Reads a value in Python."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.isfinite(x).all():
-            raise ValueError("not finite")
+        if x.abs().max() > 1e6:
+            raise ValueError("too large")
         return super().forward(x)
 
 
@@ -204,7 +225,7 @@ BLOCKS: dict[str, type[Block]] = {
     "linear with its own forward": ClippedBlock, "linear in a wrapper": WrappedBlock, "depthwise conv": DepthwiseBlock,
     "depthwise conv as a function": FunctionalDepthwiseBlock, "concatenated features": ConcatenatingBlock, "slopes by head": SlopesBlock,
     "repeated mask": RepeatingBlock, "blocks that might be dropped": DroppedBlock, "reads a value": CarefulBlock,
-    "heads by unflatten": UnflattenBlock,
+    "heads by unflatten": UnflattenBlock, "asks for finite values": FiniteBlock, "grouped convs": GroupedBlock,
 }  # fmt: skip
 KINDS = (
     "scaled embedding", "renormalized embedding", "conv with its own forward", "reused blocks", "uncalled lists", "a parameter of its own",

@@ -110,6 +110,29 @@ def test_samples_of_the_zoo_do_not_meet(name: str) -> None:
     assert found.loss == ("masked mean" if name == "cnn" else "mean")
 
 
+def test_a_buffer_that_is_updated_and_used() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), Counting())
+    found = find_sample_coupling(trace_module_dataflow(model, lambda m, b: squares(m, b).mean(), batch()))
+    assert {(m.module, m.kind) for m in found.meetings} == {("0.parametrizations.weight.0", "updates")}
+    plan = Plan("m", 8, Mesh(dp=2), samples=found)
+    assert describe_inexactness(plan) == ""
+    assert "0.parametrizations.weight.0 updates a buffer that it computes with" in describe_inexactness(replace(plan, micro_batches=2))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that it does not use."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
 def test_batch_norm_that_trains() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 6), nn.InstanceNorm1d(6, affine=False))
     loss_fn: LossFn = lambda m, b: m[3](m[:3](b["x"])[:, :, None].expand(-1, -1, 4)).square().mean()  # noqa: E731

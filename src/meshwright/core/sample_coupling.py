@@ -17,7 +17,7 @@ from meshwright.core.context_policy import LOSS_MODULE
 if TYPE_CHECKING:
     from meshwright.core.plan import Plan
 
-MeetingKind = Literal["batch_norm", "statistics", "products", "order"]
+MeetingKind = Literal["batch_norm", "statistics", "products", "order", "updates"]
 # "counted": the loss returns (sum, count); "masked mean": its divisor is a number of targets; "terms": a masked mean and other terms;
 # "other": it computes on statistics of the batch, which are listed as meetings.
 LossReduction = Literal["unknown", "mean", "counted", "masked mean", "sum", "terms", "other"]
@@ -27,7 +27,7 @@ SampleSplit = Literal["together", "apart"]
 
 @dataclass(frozen=True)
 class SampleMeeting:
-    """An operation whose result for one sample depends on other samples of the batch."""
+    """An operation whose result for one sample depends on other samples of the batch, or on how often the model has run ("updates")."""
 
     module: str  # LOSS_MODULE in the code of the loss
     kind: MeetingKind
@@ -92,6 +92,8 @@ def inexact_reasons(plan: Plan) -> list[str]:
         if met := [m for m in coupling.meetings if m.kind == kind]:
             operations = ", ".join(dict.fromkeys(m.operation for m in met[:3]))
             reasons.append(f"{_list_places(met)} {text.format(part=part)} ({operations}): set samples=together to keep a batch whole")
+    if plan.micro_batches > 1 and (updates := [m for m in coupling.meetings if m.kind == "updates"]):
+        reasons.append(f"{_list_places(updates)} updates a buffer that it computes with, once for each micro-batch: set micro_batches=1")
     if coupling.loss == "terms":
         divides = f"each {part} divides by the number of its own"
         reasons.append(f"the loss adds other terms to a mean over targets, and where targets are masked {divides}: set samples=together")

@@ -96,7 +96,7 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
     """While active, the model's parameters and buffers are fakes on `device`; the model itself is not modified. Needs an active fake mode."""
     named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     fakes = {name: _fake_like(tensor, precision, device) for name, tensor in named}
-    with _reparametrize_module(model, fakes, tie_weights=True), _shape_only_experts(model), _shape_only_masks(), _DecidedDraws():
+    with _reparametrize_module(model, fakes, tie_weights=True), _shape_only_experts(model), _shape_only_masks(), _KnownAnswers():
         yield fakes
 
 
@@ -109,21 +109,35 @@ def copied_parameters(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         yield copies
 
 
-class _DecidedDraws(TorchFunctionMode):
-    """Answers `torch.rand([]) < p` for p ≤ 0, which fake tensors cannot: layers that LayerDrop never drops are always run."""
+class _KnownAnswers(TorchFunctionMode):
+    """Answers what code asks about values, where the answer is known although fake tensors have none: `torch.rand([]) < p` is false for p ≤ 0, so
+    layers that LayerDrop never drops are always run; and values are taken to be finite."""
 
     def __init__(self) -> None:
         super().__init__()
         self._draws: list[torch.Tensor] = []
+        self._answers: dict[int, tuple[torch.Tensor, bool]] = {}  # tensors whose elements all have one known value; they are kept alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_less = self._draws and func in (torch.Tensor.lt, torch.Tensor.__lt__) and not torch.is_tensor(args[1])
         if is_less and args[1] <= 0 and any(args[0] is draw for draw in self._draws):
             return False
+        name = getattr(func, "__name__", "")
+        known = self._answers.get(id(args[0])) if args else None
+        if known is not None and name in ("__bool__", "item"):
+            return known[1]
         out = func(*args, **(kwargs or {}))
         if func is torch.rand and out.numel() == 1:
             self._draws.append(out)
+        answer = _FINITE_ANSWERS.get(name) if known is None else {"all": known[1], "any": known[1]}.get(name)
+        if known is not None and name in ("logical_not", "bitwise_not", "__invert__"):
+            answer = not known[1]
+        if answer is not None and torch.is_tensor(out):
+            self._answers[id(out)] = out, answer
         return out
+
+
+_FINITE_ANSWERS = {"isfinite": True, "isnan": False, "isinf": False}  # for values that are finite
 
 
 @contextmanager

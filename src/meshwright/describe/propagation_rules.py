@@ -134,16 +134,17 @@ def _convolution(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[Te
     x, weight, bias, transposed, groups = args[0], args[1], args[2], args[6], args[8]
     dims, kernel = context.dims(x), context.dims(weight)
     context.require_unsharded([*dims[2:], *kernel[2:]])
-    channels_in, channels_out = (kernel[0], kernel[1]) if transposed else (kernel[1], kernel[0])
     if groups == 1:
+        channels_in, channels_out = (kernel[0], kernel[1]) if transposed else (kernel[1], kernel[0])
         unify(dims[1], channels_in)
         context.contracted_dims += dims[1]
-    elif groups == x.shape[1] == outs[0].shape[1]:
-        unify(dims[1], kernel[0])  # depthwise
-        channels_out = kernel[0]
-    else:
-        context.require_unsharded([dims[1], channels_in, channels_out])
-        channels_out = new_dim(outs[0].shape[1])
+    else:  # each group of channels by itself: ranks can hold some groups, and all channels of a group
+        group, in_group, out_group = new_dim(groups), new_dim(x.shape[1] // groups), new_dim(outs[0].shape[1] // groups)
+        channels_out = [*group, *out_group]
+        unify(dims[1], [*group, *in_group])
+        unify(kernel[0], [*group, *(in_group if transposed else out_group)])
+        unify(kernel[1], out_group if transposed else in_group)
+        context.require_unsharded([in_group, out_group])
     if bias is not None:
         unify(channels_out, context.dims(bias)[0])
     context.window = conv_window(tuple(weight.shape[2:]), args)

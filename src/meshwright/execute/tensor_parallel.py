@@ -94,7 +94,7 @@ def shard_model(model: nn.Module, optimizer: Optimizer, plan: Plan, groups: Proc
     shard_tensors(model, optimizer, shards.placements, shards.shard)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and f"{name}.weight" in shards.placements:
-            module.groups = module.weight.shape[0]  # only depthwise convolutions are sharded: a group for each channel
+            module.groups = module.groups * module.weight.shape[0] // (module.in_channels if module.transposed else module.out_channels)
     deferred = _deferred_layers(model, plan)
     for axis, policy in plan.tensor_policies:
         _install_collectives(model, policy, groups.get(axis), deferred, cache, eager_decorator(plan.compile != "none"))

@@ -75,11 +75,11 @@ class DataflowGraph:
             sliced = self.value_dims[op.inputs[0]] if op.name in SLICE_OPS and op.call_index < 0 and op.inputs else ()
             for logical_dim in {*op.contracted_dims, *op.indivisible_dims, *sliced}:
                 self.constraining_ops.setdefault(logical_dim, []).append(index)
-        self.depthwise_ops: dict[int, list[int]] = {}  # logical dim → convolutions whose groups are its indices
+        self.grouped_convolutions: dict[int, list[int]] = {}  # logical dim → convolutions whose groups are its indices, or in it
         for index, op in enumerate(dataflow.operations):
             if op.name == "convolution" and op.int_args[0] > 1:
                 for logical_dim in self.value_dims[op.outputs[0]] & self.value_dims[op.inputs[1]]:
-                    self.depthwise_ops.setdefault(logical_dim, []).append(index)
+                    self.grouped_convolutions.setdefault(logical_dim, []).append(index)
         self.created_by: dict[int, Operation] = {}  # logical dim → an operation that makes all of it, whatever its inputs are
         for op in dataflow.operations:
             before = frozenset().union(*(self.value_dims[v] for v in op.inputs))

@@ -45,6 +45,7 @@ class _SampleAnalysis:
         self.meetings: Counter[tuple[int, MeetingKind]] = Counter()  # by operation
         self.masked_ops: list[int] = []  # operations that begin a masked mean
         self.used_ops = self._find_used_ops()
+        self._find_updates()
         for index, op in enumerate(dataflow.operations):
             self._visit(index, op)
 
@@ -122,6 +123,14 @@ class _SampleAnalysis:
                 used.add(index)
                 needed.update(op.inputs)
         return used
+
+    def _find_updates(self) -> None:
+        """Find the operations that write to a buffer whose new value reaches the loss, as the power iteration of a spectral norm does."""
+        known = {f.value for f in self.dataflow.batch_tensors}
+        for index, op in enumerate(self.dataflow.operations):
+            if set(op.inputs).intersection(op.outputs) - known:
+                self._meet(index, "updates")
+            known.update(op.outputs)
 
     def _meet(self, index: int, kind: MeetingKind) -> None:
         if index in self.used_ops:

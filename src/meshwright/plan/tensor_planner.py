@@ -131,10 +131,10 @@ def _blocking_reason(graph: DataflowGraph, logical_dim: int, axis: _TensorAxis, 
             return f"{op.name} in {op.module or 'the loss'} sums over it outside a layer"
         if op.name in SLICE_OPS and op.call_index < 0 and _slices_dim(graph, op, logical_dim):
             return f"the code of {op.module or 'the model'} slices it at a fixed index"
-    for index in graph.depthwise_ops.get(logical_dim, ()):
+    for index in graph.grouped_convolutions.get(logical_dim, ()):
         call = graph.innermost_call.get(index)
         if call is None or call.kind != "conv":
-            return f"the code of {flow.operations[index].module or 'the model'} convolves its channels one by one"
+            return f"the code of {flow.operations[index].module or 'the model'} convolves its channels in groups"
     if (creator := graph.created_by.get(logical_dim)) is not None:
         return f"{creator.name} in {creator.module or 'the model'} makes all of it"
     if any(logical_dim in graph.value_dims[v] for v in flow.outputs):
