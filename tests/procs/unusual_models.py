@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -167,8 +168,18 @@ class Mixer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(early).tanh()
+    def forward(self, mask: torch.Tensor | None, x: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+        x = x + self.linear(early).tanh()
+        return x if mask is None else x * mask
+
+
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.words(tokens))  # type: ignore[no-any-return]
 
 
 class Language(nn.Module):
@@ -186,7 +197,10 @@ class Language(nn.Module):
         self.conv = PaddedConv(WIDTH, WIDTH, 3) if kind == "conv with its own forward" else None
         self.gain = nn.Parameter(torch.rand(WIDTH)) if kind == "a parameter of its own" else None
         self.encoder, self.mixer = (Encoder(), Mixer()) if kind == "a value used late" else (None, None)
+        self.sides = nn.ModuleList([Embeddings(), Embeddings()]) if kind == "tied in a block" else None
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if self.sides is not None:
+            self.head.weight = self.sides[1].words.weight  # type: ignore[union-attr, assignment]
         if kind in ("scaled embedding", "renormalized embedding", "tied without repeats"):
             self.head.weight = self.words.weight
 
@@ -194,6 +208,8 @@ class Language(nn.Module):
         x = self.words(tokens) + self.places(tokens)
         if self.gain is not None:
             x = x * self.gain
+        if self.sides is not None:
+            x = x + self.sides[0](tokens) * self.sides[1](tokens)
         if self.encoder is not None:
             x, early = self.encoder(x)
         for _ in range(3 if self.kind == "reused blocks" else 1):
@@ -206,7 +222,7 @@ class Language(nn.Module):
         if self.conv is not None:
             x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
         if self.mixer is not None:
-            x = self.mixer(x, early)
+            x = self.mixer(torch.ones(()) if is_fake(tokens) else None, x, early)  # a mask that the trace alone sees
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -229,7 +245,7 @@ BLOCKS: dict[str, type[Block]] = {
 }  # fmt: skip
 KINDS = (
     "scaled embedding", "renormalized embedding", "conv with its own forward", "reused blocks", "uncalled lists", "a parameter of its own",
-    "a value used late", "blocks by forward", "tied without repeats", *BLOCKS,
+    "a value used late", "blocks by forward", "tied without repeats", "tied in a block", *BLOCKS,
 )  # fmt: skip
 
 

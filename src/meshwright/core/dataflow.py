@@ -84,7 +84,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module: its input and output values, and its operations (from `first_op` up to, not including, `end_op`)."""
+    """One call of a module: its input and output values, and its operations (from `first_op` up to, not including, `end_op`). An input that is
+    None has a value without dims: whether a mask is given depends on the batch, and the positions of other inputs do not depend on it."""
 
     module: str
     kind: LayerKind

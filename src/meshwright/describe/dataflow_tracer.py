@@ -125,6 +125,7 @@ class _DataflowRecorder(TorchDispatchMode):
         self.frames: list[ModuleFrame] = [ModuleFrame("", "other", [], 0)]
         self.paused = False  # while a copied block allocates its outputs
         self.current_call = -1
+        self._absent = -1
         self.opaque_name = ""  # name of the running function whose inner operations have no rules
         self.function = ""
         for name, tensor in fakes.items():
@@ -145,6 +146,13 @@ class _DataflowRecorder(TorchDispatchMode):
         self.bind_value(tensor, len(self.trace.values))
         self.trace.values.append(TracedTensor(tuple(tensor.shape), dims, tensor.element_size(), tensor.is_floating_point()))
         return self._ids[id(tensor)]
+
+    def _absent_value(self) -> int:
+        """The value that stands for every None among a module's inputs. No operation uses it."""
+        if self._absent < 0:
+            self._absent = len(self.trace.values)
+            self.trace.values.append(TracedTensor((), []))
+        return self._absent
 
     def bind_value(self, tensor: Tensor, value: int) -> None:
         """Let a new tensor stand for this value of the trace."""
@@ -213,7 +221,9 @@ class _DataflowRecorder(TorchDispatchMode):
     # -- modules --
 
     def enter_module(self, module: str, kind: LayerKind, args: Any) -> None:
-        self.frames.append(ModuleFrame(module, kind, [self.value_index(t) for t in tensor_leaves(args)], len(self.trace.ops)))
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if leaf is None or torch.is_tensor(leaf)]
+        inputs = [self._absent_value() if leaf is None else self.value_index(leaf) for leaf in leaves]
+        self.frames.append(ModuleFrame(module, kind, inputs, len(self.trace.ops)))
 
     def leave_module(self, output: Any) -> None:
         frame = self.frames.pop()

@@ -20,17 +20,30 @@ def eager_decorator(compiled: bool) -> Decorator:
 
 
 def at_module_input(module: nn.Module, position: int, fn: TensorFn, eager: Decorator = lambda function: function) -> None:
-    """Apply `fn` to the tensor at `position` among a module's inputs, and replace all its occurrences there."""
-    module.register_forward_pre_hook(eager(lambda _, args, kwargs: map_tensor_at((args, kwargs), position, fn)), with_kwargs=True)
+    """Apply `fn` to the input at `position`, and replace all its occurrences among the inputs. It may be None: a mask that is left out."""
+    module.register_forward_pre_hook(eager(lambda _, args, kwargs: map_input_at((args, kwargs), position, fn)), with_kwargs=True)
 
 
 def at_module_output(module: nn.Module, position: int, fn: TensorFn, eager: Decorator) -> None:
-    module.register_forward_hook(eager(lambda _m, _a, out: map_tensor_at(out, position, fn)))
+    module.register_forward_hook(eager(lambda _m, _a, out: _map_leaf(out, tensor_leaves(out)[position], fn)))
 
 
-def map_tensor_at(tree: Any, position: int, fn: TensorFn) -> Any:
+def input_leaves(inputs: Any) -> list[Tensor | None]:
+    """A module's inputs in the order of their positions (see `ModuleCall`)."""
+    return [leaf for leaf in pytree.tree_leaves(inputs) if leaf is None or torch.is_tensor(leaf)]
+
+
+def tensor_leaves(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if torch.is_tensor(leaf)]
+
+
+def map_input_at(inputs: Any, position: int, fn: TensorFn) -> Any:
+    old = input_leaves(inputs)[position]
+    return inputs if old is None else _map_leaf(inputs, old, fn)
+
+
+def _map_leaf(tree: Any, old: Tensor, fn: TensorFn) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
-    old = [leaf for leaf in leaves if torch.is_tensor(leaf)][position]
     new = fn(old)
     return pytree.tree_unflatten([new if leaf is old else leaf for leaf in leaves], spec)
 

@@ -35,7 +35,7 @@ from meshwright.core.task import Batch, Loss
 from meshwright.core.tied_parameters import stages_holding
 from meshwright.describe.fake_tensors import assume_unpacked_sequences, fake_parameters, silence_torch_logging
 from meshwright.execute.context_parallel import ContextParallelRuntime
-from meshwright.execute.module_hooks import map_tensor_at
+from meshwright.execute.module_hooks import input_leaves, map_input_at, tensor_leaves
 from meshwright.execute.process_groups import ProcessGroups, new_subgroup, process_group
 from meshwright.execute.recompute_runtime import RecomputeCache
 from meshwright.execute.zero_bubble_runtime import depend_on_inputs
@@ -156,13 +156,13 @@ class PipelineRuntime:
     def _capture(self, activation: BoundaryActivation, tree: Any) -> None:
         """Keep a boundary activation where it is computed. One that was received stays: the model's own code has only placeholders of it."""
         if self._current >= 0 and activation.name not in self._boundary_values and not self._skips(activation.source):
-            self._boundary_values[activation.name] = _tensor_leaves(tree)[activation.position]
+            self._boundary_values[activation.name] = _activation_in(tree, activation)
 
     def _skips(self, module: str) -> bool:
         return module in self.plan.stages[self._current].skipped_modules
 
     def _inject_received(self, stage: int, activation: BoundaryActivation, position: int, inputs: Any) -> Any:
-        return map_tensor_at(inputs, position, lambda _: self._boundary_values[activation.name]) if self._current == stage else None
+        return map_input_at(inputs, position, lambda _: self._boundary_values[activation.name]) if self._current == stage else None
 
     # -- shape inference --
 
@@ -173,7 +173,7 @@ class PipelineRuntime:
 
     def _shapes_for(self, micro_batch: Batch, loss_fn: Loss, autocast: Any, *, training: bool) -> _StageShapes:
         """The shapes for micro-batches of this shape, inferred when one first comes. Every rank of the pipeline sees the same ones."""
-        key = (training, tuple((tuple(t.shape), t.dtype) for t in _tensor_leaves(micro_batch)))
+        key = (training, tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(micro_batch)))
         shapes = self._shape_cache.pop(key, None)
         if shapes is None:
             shapes = self._infer_shapes(loss_fn, micro_batch, autocast)
@@ -195,7 +195,7 @@ class PipelineRuntime:
             shapes.skipped_outputs[name] = (zeros, spec)
 
         def record_boundary(activation: BoundaryActivation, tree: Any) -> None:
-            shapes.boundary_metas[activation.name] = self._local_meta(activation, _meta_of(_tensor_leaves(tree)[activation.position]))
+            shapes.boundary_metas[activation.name] = self._local_meta(activation, _meta_of(_activation_in(tree, activation)))
 
         skipped = {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}
         handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: record_skipped(n, out)) for n in skipped]
@@ -410,8 +410,14 @@ def _placeholder(param: nn.Parameter) -> Tensor:
     return (value.fill_(torch.nan) if param.is_floating_point() else value).expand(param.shape)
 
 
-def _tensor_leaves(tree: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if torch.is_tensor(t)]
+def _activation_in(tree: Any, activation: BoundaryActivation) -> Tensor:
+    """A boundary activation among its source's inputs or outputs."""
+    if not activation.at_module_input:
+        return tensor_leaves(tree)[activation.position]
+    found = input_leaves(tree)[activation.position]
+    if found is None:
+        raise RequestError(f"pipeline: {activation.source} is given None where it had a tensor when it was planned: plan with such a batch")
+    return found
 
 
 @dataclass(frozen=True)

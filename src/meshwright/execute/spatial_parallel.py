@@ -59,7 +59,7 @@ def _local_sizes(sizes: tuple[int, ...], policy: SpatialPolicy, comm: Comm) -> t
 def _shard_inputs(policy: SpatialPolicy, comm: Comm) -> Callable[..., Any]:
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+        tensors = [i for i, leaf in enumerate(leaves) if leaf is None or torch.is_tensor(leaf)]
         for spatial_input in policy.inputs:
             i, planned = tensors[spatial_input.position], spatial_input.sizes
             if tuple(leaves[i].shape[2:]) != planned:

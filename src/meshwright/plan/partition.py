@@ -16,12 +16,12 @@ def choose_units(profile: ModelProfile) -> tuple[str, ...]:
         return ()
     is_traced = any(layer.kernels for layer in profile.layers)
     tied = {name for names in profile.tied_parameters for name in names}
-    layers = [layer for layer in profile.layers if layer.kernels or not is_traced]
+    layers = [la for la in profile.layers if (la.kernels or not is_traced) and tied.isdisjoint(t.name for t in la.tensors)]
     blocks = tuple(layer.name for layer in layers if layer.block)
     if blocks:
         return blocks
-    large = [layer for layer in layers if layer.parameters > _MIN_UNIT_SHARE * profile.parameters and tied.isdisjoint(t.name for t in layer.tensors)]
-    names = [layer.name for layer in large if layer.name not in ("", LOSS_LAYER)]
+    large = [layer.name for layer in layers if layer.parameters > _MIN_UNIT_SHARE * profile.parameters]
+    names = [name for name in large if name not in ("", LOSS_LAYER)]
     return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))  # units do not nest
 
 
