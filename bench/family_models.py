@@ -78,7 +78,8 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def output_loss(model: nn.Module, batch: Any) -> Tensor:
     """The mean squared distance of a model's first floating-point output from a wave: from zero, a norm at the end would make it constant."""
-    output = first_tensor(model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)).float()
+    output = first_tensor(model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch))
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
     wave = torch.arange(output[0].numel(), device=output.device).cos().view(output.shape[1:])
     return (output - wave).square().mean()
 

@@ -86,12 +86,24 @@ def _normalize_dim(dim: int, rank: int) -> int:
     "fill", "dropout", "new_zeros", "new_ones", "new_empty", "new_full", "uniform_", "normal_", "exponential_",
     # activations that torch (2.11 more of them than 2.13) does not tag as pointwise
     "leaky_relu", "leaky_relu_", "gelu_", "elu_", "celu_", "selu_", "mish_", "hardtanh_", "hardswish", "hardswish_", "hardsigmoid_", "threshold_",
-    "_prelu_kernel",
+    "_prelu_kernel", "complex", "polar", "_conj", "_neg_view",
 )  # fmt: skip
 def elementwise(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> list[TensorDims]:
     operands = [t for t in tensor_leaves((args, kwargs)) if t.dim() <= max((o.dim() for o in outs), default=0)]
     dims = context.broadcast(*map(context.dims, operands)) if operands else []
     return [dims if tuple(map(dim_size, dims)) == tuple(out.shape) else [new_dim(n) for n in out.shape] for out in outs]
+
+
+@register_rule("view_as_complex")
+def _view_as_complex(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> list[TensorDims]:
+    dims = context.dims(args[0])
+    context.require_unsharded([dims[-1]])  # real and imaginary part
+    return [dims[:-1]]
+
+
+@register_rule("view_as_real")
+def _view_as_real(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> list[TensorDims]:
+    return [[*context.dims(args[0]), new_dim(2)]]
 
 
 # -- matmuls --

@@ -50,16 +50,20 @@ def find_copy_sites(
     partial_parameters: dict[str, None] = {}
     sums: dict[int, int] = {}  # value that is a partial sum → the contracted logical dim
     ops_by_input: dict[tuple[str, int], set[int]] = {}  # module and the position of its input → sharded operations that read it
+    unreduced: dict[int, int] = {}  # of them, those that are not reduced yet → the operation before which they are
     for index, op in enumerate(graph.dataflow.operations):
+        unreduced = {value: end for value, end in unreduced.items() if index < end}
         for logical_dim in sharded_dims.intersection(op.contracted_dims):
-            sums |= dict.fromkeys((graph.find_reduction_site(index, logical_dim) or (None, frozenset()))[1], logical_dim)
-        is_sharded = sharded_dims & graph.operation_dims[index] or sums.keys() & set(op.inputs)
+            if reduction := graph.find_reduction_site(index, logical_dim):
+                sums |= dict.fromkeys(reduction[1], logical_dim)
+                unreduced |= dict.fromkeys(reduction[1], reduction[0].end_op)
+        is_sharded = sharded_dims & graph.operation_dims[index] or unreduced.keys() & set(op.inputs)
         call = graph.innermost_call.get(index)
         is_gathered = call is not None and call.module in gathered_layers and bool(op.contracted_dims)
         adds_bias_later = bool(sharded_dims.intersection(op.contracted_dims))  # the layer adds its bias after the reduction
         for value in op.inputs if is_sharded or is_gathered else ():
             parameter = graph.parameter_of.get(value)
-            is_unsharded = value not in sums and value not in statistics and not sharded_dims & graph.value_dims[value]
+            is_unsharded = value not in unreduced and value not in statistics and not sharded_dims & graph.value_dims[value]
             if not is_unsharded or not graph.dataflow.values[value].needs_grad or (parameter and (is_gathered or adds_bias_later)):
                 continue
             if parameter:

@@ -131,7 +131,7 @@ def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _Bound
     """Boundaries at which every crossing value can be sent: a module before returns it, and modules after take it as an input."""
     index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), (), lambda: _BoundaryIndex(dataflow))
     calls = [index.graph.calls_by_module.get(name, []) for name in layers[1:]]
-    entries = [call for call, *others in filter(None, calls) if not others and call.first_op > 0]
+    entries = [call for call, *others in filter(None, calls) if not others and 0 < call.first_op < call.end_op]
     sources = _find_sources(index, entries)
     boundaries = []
     for entry in entries:
@@ -148,6 +148,7 @@ class _Source:
     module: str
     position: int
     at_module_input: bool
+    first_op: int  # the operation from which on it can be read there
 
 
 def _find_sources(index: _BoundaryIndex, entries: Sequence[ModuleCall]) -> dict[int, _Source]:
@@ -156,14 +157,13 @@ def _find_sources(index: _BoundaryIndex, entries: Sequence[ModuleCall]) -> dict[
     sources: dict[int, _Source] = {}
     for entry in entries:
         for value in (v for v in index.crossing_values(entry.first_op) if v not in sources):
-            # An `entry` without operations (dropout with p=0) also ends at its own first_op.
-            before = [m for m in index.graph.producer_calls(value) if m.end_op <= entry.first_op and m is not entry]
+            before = [m for m in index.graph.producer_calls(value) if m.end_op <= entry.first_op]
             before = [m for m in before if len(index.graph.calls_by_module[m.module]) == 1]
             if before:
                 largest = max(before, key=lambda m: m.end_op - m.first_op)
-                sources[value] = _Source(largest.module, largest.outputs.index(value), at_module_input=False)
+                sources[value] = _Source(largest.module, largest.outputs.index(value), at_module_input=False, first_op=largest.end_op)
             elif value in entry.inputs:
-                sources[value] = _Source(entry.module, entry.inputs.index(value), at_module_input=True)
+                sources[value] = _Source(entry.module, entry.inputs.index(value), at_module_input=True, first_op=entry.first_op)
     return sources
 
 
@@ -224,7 +224,12 @@ def _boundary_activations(
         tensor = flow.values[value]
         sharded_dim = sharding.sharding_of(value, tensor.logical_dims)
         source = sources.get(value)
-        if sharded_dim is None or source is None or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
+        if (
+            sharded_dim is None
+            or source is None
+            or source.first_op > entry.first_op
+            or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops)
+        ):
             return ()
         fixed = flow.sample_dims.isdisjoint(s for dim in tensor.logical_dims for s in dim)
         size = math.prod(tensor.shape) * tensor.itemsize / (1 if fixed else flow.batch)
