@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
@@ -47,7 +47,7 @@ class StageBoundaries:
     dataflow: Dataflow
     layer_order: Sequence[str]  # layers in the order of their first use
     by_layer: Mapping[str, _Boundary]  # by the layer after the boundary
-    parameter_reads: Sequence[tuple[int, str]]  # (operation, trainable parameter that it reads), in order
+    parameter_reads: Sequence[tuple[int, str]]  # (operation, parameter that it reads), in order
     best_cut_rows: list[BestCutRow] = field(default_factory=list, compare=False, repr=False)  # the best cuts into one stage, two, … computed so far
 
     @property
@@ -58,15 +58,15 @@ class StageBoundaries:
 def find_stage_boundaries(
     dataflow: Dataflow, profile: ModelProfile, tensor: TensorPolicy | None = None, tensor_y: TensorPolicy | None = None, cp: int = 1
 ) -> StageBoundaries:
-    order = _layers_in_order(dataflow, profile)
+    order, parameters = _layers_in_order(dataflow, profile), frozenset(t.name for t in profile.tensors)
     blocked = frozenset(sharded_logical_dims(dataflow, tensor))
     sequence: Mapping[int, tuple[str, int]] = {}
     if tensor is not None and tensor.is_sequence_parallel:
         sequence = sequence_sharded_values(DataflowGraph.of(dataflow, profile.layer_names), tensor, blocked)
     sharding = _BoundarySharding(blocked, sharded_logical_dims(dataflow, tensor_y), sequence, cp, sequence_dim(dataflow, cp) if cp > 1 else -1)
     inputs = [(i, dataflow.values[v]) for i, op in enumerate(dataflow.operations) for v in op.inputs]
-    reads = [(i, value.parameter) for i, value in inputs if value.parameter and value.needs_grad]
-    return StageBoundaries(dataflow, order, {b.call.module: b for b in _find_boundaries(dataflow, order, sharding)}, reads)
+    reads = [(i, value.parameter) for i, value in inputs if value.parameter in parameters]
+    return StageBoundaries(dataflow, order, {b.call.module: b for b in _find_boundaries(dataflow, order, parameters, sharding)}, reads)
 
 
 def balanced_stages(boundaries: StageBoundaries, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
@@ -127,9 +127,11 @@ def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[str]:
     return [layer.name for layer in sorted(profile.layers, key=first_use)]
 
 
-def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _BoundarySharding) -> list[_Boundary]:
+def _find_boundaries(
+    dataflow: Dataflow, layers: Sequence[str], parameters: frozenset[str], sharding: _BoundarySharding
+) -> list[_Boundary]:  # fmt: skip
     """Boundaries at which every crossing value can be sent: a module before returns it, and modules after take it as an input."""
-    index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), (), lambda: _BoundaryIndex(dataflow))
+    index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), parameters, lambda: _BoundaryIndex(dataflow, parameters))
     calls = [index.graph.calls_by_module.get(name, []) for name in layers[1:]]
     entries = [call for call, *others in filter(None, calls) if not others and call.first_op > 0]
     sources = _find_sources(index, entries)
@@ -170,8 +172,8 @@ def _find_sources(index: _BoundaryIndex, entries: Sequence[ModuleCall]) -> dict[
 class _BoundaryIndex:
     """A dataflow indexed for the queries of every boundary, independent of how layers are split into stages."""
 
-    def __init__(self, dataflow: Dataflow) -> None:
-        self.graph, self._depends_on_parameters = DataflowGraph.of(dataflow), _depends_on_parameters(dataflow)
+    def __init__(self, dataflow: Dataflow, parameters: Collection[str]) -> None:
+        self.graph, self._depends_on_parameters = DataflowGraph.of(dataflow), _depends_on_parameters(dataflow, parameters)
         self._parameter_calls = _find_parameter_calls(dataflow, self._depends_on_parameters)
         self._producers: dict[int, list[int]] = {}  # by value: the operations that produce it
         for i, op in enumerate(dataflow.operations):
@@ -202,9 +204,10 @@ class _BoundaryIndex:
         return crossing
 
 
-def _depends_on_parameters(dataflow: Dataflow) -> list[bool]:
-    """Whether each value depends on trainable parameters. Every stage computes the other values (masks, position tables) itself."""
-    depends = [bool(v.parameter) and v.needs_grad for v in dataflow.values]
+def _depends_on_parameters(dataflow: Dataflow, parameters: Collection[str]) -> list[bool]:
+    """Whether each value depends on parameters, frozen ones too: a stage holds its own. Every stage computes the other values (masks, tables of
+    positions) itself, from the batch and buffers."""
+    depends = [v.parameter in parameters for v in dataflow.values]
     for op in dataflow.operations:
         if any(depends[v] for v in op.inputs):
             for value in op.outputs:
@@ -236,9 +239,9 @@ def _boundary_activations(
 
 
 def _find_parameter_calls(dataflow: Dataflow, depends_on_parameters: Sequence[bool]) -> list[tuple[ModuleCall, int]]:
-    """Calls of modules that read trainable parameters, outer calls first, each with the end of the last call of the same module."""
+    """Calls of modules that read parameters, outer calls first, each with the end of the last call of the same module."""
     reads = (any(depends_on_parameters[v] and dataflow.values[v].parameter for v in op.inputs) for op in dataflow.operations)
-    read_counts = list(accumulate(reads, initial=0))  # how many of the first n operations read a trainable parameter
+    read_counts = list(accumulate(reads, initial=0))  # how many of the first n operations read a parameter
     last_end: dict[str, int] = {}
     for call in dataflow.modules:
         last_end[call.module] = max(last_end.get(call.module, 0), call.end_op)
