@@ -146,7 +146,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_alone(model: nn.Module) -> dict[str, Any]:
-    """The losses, gradient norms and final parameters of a plain loop."""
+    """The losses and gradient norms of a plain loop, and the final parameters that its gradients reached: weight decay moves others under some
+    plans, which give the optimizer zeros instead of no gradient."""
     model = copy.deepcopy(model)
     optimizer, losses, norms = make_optimizer(model), [], []
     for batch in batches():
@@ -154,9 +155,10 @@ def train_alone(model: nn.Module) -> dict[str, Any]:
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item())
+        reached = {name: p.detach() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "parameters": {name: p.detach() for name, p in model.named_parameters()}}
+    return {"losses": losses, "norms": norms, "parameters": reached}
 
 
 def compare(rank: int, world: int, init_method: str, drawn: Drawn, mesh: str, **constraints: Any) -> dict[str, Any]:

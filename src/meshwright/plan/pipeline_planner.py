@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,6 +92,25 @@ def build_stages(boundaries: StageBoundaries, cuts: Sequence[int]) -> tuple[Stag
     return tuple(stages)
 
 
+def reuses_parameters(dataflow: Dataflow, stages: Sequence[Stage]) -> bool:
+    """Whether several operations of one stage read the same trainable parameter, such as those of a module that is called twice."""
+    entries = tuple(stage.entry for stage in stages[1:])
+    return dataflow.memo.get_or_compute("reuses parameters", (), entries, lambda: _reuses_parameters(dataflow, entries))
+
+
+def _reuses_parameters(dataflow: Dataflow, entries: Sequence[str]) -> bool:
+    calls = DataflowGraph.of(dataflow).calls_by_module
+    starts, read = sorted(calls[entry][0].first_op for entry in entries), set[tuple[int, str]]()
+    for index, op in enumerate(dataflow.operations):
+        for value in (dataflow.values[v] for v in dict.fromkeys(op.inputs)):
+            key = (bisect_right(starts, index), value.parameter)
+            if value.parameter and value.needs_grad:
+                if key in read:
+                    return True
+                read.add(key)
+    return False
+
+
 @dataclass(frozen=True)
 class _BoundarySharding:
     """How values are sharded at a stage boundary: logical dims that may not cross it, those that may (with their names), and sequence-sharded
@@ -134,10 +153,11 @@ def _find_boundaries(
     index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), parameters, lambda: _BoundaryIndex(dataflow, parameters))
     calls = [index.graph.calls_by_module.get(name, []) for name in layers[1:]]
     entries = [call for call, *others in filter(None, calls) if not others and call.first_op > 0]
+    entries.sort(key=lambda call: (call.first_op, call.end_op))  # layers that are used first may be called later
     sources = _find_sources(index, entries)
     boundaries = []
-    for entry in entries:
-        if activations := _boundary_activations(index, entry, sources, sharding):
+    for i, entry in enumerate(entries):
+        if activations := _boundary_activations(index, entry, i, sources, sharding):
             finished = dict.fromkeys(m.module for m in index.finished_modules(entry.first_op))
             boundaries.append(_Boundary(entry, activations, tuple(finished)))
     return boundaries
@@ -145,27 +165,28 @@ def _find_boundaries(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a value that crosses boundaries is read: a module's output, or its input."""
+    """Where a value that crosses boundaries is read: a module's output, or its input; and the first boundary before which that happens."""
 
     module: str
     position: int
     at_module_input: bool
+    boundary: int  # index into the boundaries, in the order in which they are passed
 
 
 def _find_sources(index: _BoundaryIndex, entries: Sequence[ModuleCall]) -> dict[int, _Source]:
     """By value, its source: the largest module that has returned it at the first boundary that it crosses, or else that boundary's entry. It is the
     same at every boundary: a stage that receives a value sends what it received, and not what its own code made of placeholders."""
     sources: dict[int, _Source] = {}
-    for entry in entries:
+    for boundary, entry in enumerate(entries):
         for value in (v for v in index.crossing_values(entry.first_op) if v not in sources):
-            # An `entry` without operations (dropout with p=0) also ends at its own first_op.
-            before = [m for m in index.graph.producer_calls(value) if m.end_op <= entry.first_op and m is not entry]
+            # A module without operations (nn.Identity, dropout with p=0) ends where it begins: it may be the entry, or inside it.
+            before = [m for m in index.graph.producer_calls(value) if m.end_op <= entry.first_op and m.first_op < entry.first_op]
             before = [m for m in before if len(index.graph.calls_by_module[m.module]) == 1]
             if before:
                 largest = max(before, key=lambda m: m.end_op - m.first_op)
-                sources[value] = _Source(largest.module, largest.outputs.index(value), at_module_input=False)
+                sources[value] = _Source(largest.module, largest.outputs.index(value), at_module_input=False, boundary=boundary)
             elif value in entry.inputs:
-                sources[value] = _Source(entry.module, entry.inputs.index(value), at_module_input=True)
+                sources[value] = _Source(entry.module, entry.inputs.index(value), at_module_input=True, boundary=boundary)
     return sources
 
 
@@ -216,7 +237,7 @@ def _depends_on_parameters(dataflow: Dataflow, parameters: Collection[str]) -> l
 
 
 def _boundary_activations(
-    index: _BoundaryIndex, entry: ModuleCall, sources: Mapping[int, _Source], sharding: _BoundarySharding
+    index: _BoundaryIndex, entry: ModuleCall, boundary: int, sources: Mapping[int, _Source], sharding: _BoundarySharding
 ) -> tuple[BoundaryActivation, ...]:
     """The activations that cross the boundary before `entry`; empty if one of them is not available as an input or output of a module."""
     graph, flow = index.graph, index.graph.dataflow
@@ -227,7 +248,7 @@ def _boundary_activations(
         tensor = flow.values[value]
         sharded_dim = sharding.sharding_of(value, tensor.logical_dims)
         source = sources.get(value)
-        if sharded_dim is None or source is None or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
+        if sharded_dim is None or source is None or source.boundary > boundary or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
             return ()
         fixed = flow.sample_dims.isdisjoint(s for dim in tensor.logical_dims for s in dim)
         size = math.prod(tensor.shape) * tensor.itemsize / (1 if fixed else flow.batch)
