@@ -221,8 +221,7 @@ def _gathered_layers(
         weight, bias = _layer_parameters(graph, call)
         if weight is None or weight.name in sharded_parameters or not _is_worth_gather(graph, call, weight, placements, largest):
             continue
-        readers = [graph.innermost_call.get(i) for i in graph.consumers.get(weight.value, [])]
-        if any(reader is None or reader.kind not in ("linear", "embedding") for reader in readers):
+        if not all(_reads_as_layer(graph, i) for i in graph.consumers.get(weight.value, [])):
             continue  # other code reads it too, and would read a shard
         dim = _feature_dim(graph, call, weight)
         size = graph.dataflow.values[weight.value].shape[dim]
@@ -235,6 +234,12 @@ def _gathered_layers(
         site = replace(site_builder.at_output(call), logical_dim=dims[weight.name].name)
         (lookups if call.kind == "embedding" else gathers).append(site)
     return list(dims.values()), gathers, lookups
+
+
+def _reads_as_layer(graph: DataflowGraph, index: int) -> bool:
+    """Whether an operation on a weight is a linear layer's product or an embedding's lookup; an embedding's own forward may read rows otherwise."""
+    reader = graph.innermost_call.get(index)
+    return reader is not None and (reader.kind == "linear" or (reader.kind == "embedding" and graph.op(index).name == "embedding"))
 
 
 def _is_worth_gather(graph: DataflowGraph, call: ModuleCall, weight: ParameterValue, placements: Placements, largest_sharded: int) -> bool:
