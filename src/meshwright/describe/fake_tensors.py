@@ -95,7 +95,12 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
     """While active, the model's parameters and buffers are fakes on `device`; the model itself is not modified. Needs an active fake mode."""
     named = [*model.named_parameters(), *model.named_buffers()]
     fakes = {name: _fake_like(tensor, precision, device) for name, tensor in named}
-    with _replaced_tensors(model, [(tensor, fakes[name]) for name, tensor in named]), _shape_only_experts(model), _shape_only_masks(), _DecidedDraws():
+    with (
+        _replaced_tensors(model, [(tensor, fakes[name]) for name, tensor in named]),
+        _shape_only_experts(model),
+        _shape_only_masks(),
+        _DecidedDraws(),
+    ):
         yield fakes
 
 

@@ -152,8 +152,9 @@ def _find_boundaries(
     """Boundaries at which every crossing value can be sent: a module before returns it, and modules after take it as an input."""
     index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), parameters, lambda: _BoundaryIndex(dataflow, parameters))
     calls = [index.graph.calls_by_module.get(name, []) for name in layers[1:]]
-    entries = [call for call, *others in filter(None, calls) if not others and call.first_op > 0]
-    entries.sort(key=lambda call: (call.first_op, call.end_op))  # layers that are used first may be called later
+    once = [call for call, *others in filter(None, calls) if not others and 0 < call.first_op < call.end_op]
+    # Several layers may begin with the same operation, one inside another: a stage between them would be empty.
+    entries = sorted({call.first_op: call for call in reversed(once)}.values(), key=lambda call: call.first_op)
     sources = _find_sources(index, entries)
     boundaries = []
     for i, entry in enumerate(entries):
@@ -248,7 +249,12 @@ def _boundary_activations(
         tensor = flow.values[value]
         sharded_dim = sharding.sharding_of(value, tensor.logical_dims)
         source = sources.get(value)
-        if sharded_dim is None or source is None or source.boundary > boundary or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
+        if (
+            sharded_dim is None
+            or source is None
+            or source.boundary > boundary
+            or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops)
+        ):
             return ()
         fixed = flow.sample_dims.isdisjoint(s for dim in tensor.logical_dims for s in dim)
         size = math.prod(tensor.shape) * tensor.itemsize / (1 if fixed else flow.batch)

@@ -250,11 +250,12 @@ def _is_worth_gather(graph: DataflowGraph, call: ModuleCall, weight: ParameterVa
 
 
 def _layer_parameters(graph: DataflowGraph, call: ModuleCall) -> tuple[ParameterValue | None, ParameterValue | None]:
-    """The matrix and the bias that a layer's own operations read; a tied matrix has the name of its first owner."""
+    """The trainable matrix and the bias, which may be frozen, that a layer's own operations read; a tied matrix has the name of its first owner."""
     read = {v for op in range(call.first_op, call.end_op) for v in graph.op(op).inputs}
     parameters = [graph.parameters[i] for i in sorted(graph.parameter_position[v] for v in read if v in graph.parameter_position)]
-    by_num_dims = {len(graph.dataflow.values[w.value].shape): w for w in reversed(parameters)}  # the first of each
-    return by_num_dims.get(2), by_num_dims.get(1)
+    matrix = next((w for w in parameters if len(graph.dataflow.values[w.value].shape) == 2), None)
+    values = ((v, graph.dataflow.values[v]) for v in sorted(read))
+    return matrix, next((ParameterValue(t.parameter, v, t.shape[0]) for v, t in values if t.parameter and len(t.shape) == 1), None)
 
 
 def _feature_dim(graph: DataflowGraph, call: ModuleCall, weight: ParameterValue) -> int:
