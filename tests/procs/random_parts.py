@@ -1,5 +1,5 @@
-"""Parts of models as people write them, each built from drawn data: linear layers, norms, attention, feed-forward layers, convolutions and blocks that
-join, reuse or share them. All blocks map (samples, positions, WIDTH) to the same shape."""
+"""Parts of models as people write them, each built from drawn data: linear layers, norms, attention, feed-forward layers, convolutions, and blocks
+that join, reuse or share them. All blocks map (samples, positions, WIDTH) to the same shape."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ class ChannelNorm(nn.Module):
 
 
 NORM_KINDS: dict[str, Any] = {
-    "layer": nn.LayerNorm, "own": OffsetLayerNorm, "rms": RootMeanSquare, "torch rms": nn.RMSNorm, "group": ChannelNorm, "none": lambda _: nn.Identity(),
+    "layer": nn.LayerNorm, "own": OffsetLayerNorm, "rms": RootMeanSquare, "torch rms": nn.RMSNorm, "group": ChannelNorm,
+    "none": lambda _: nn.Identity(),
 }  # fmt: skip
 
 

@@ -28,7 +28,8 @@ def blocks(draw: st.DrawFn) -> dict[str, Any]:
     fused = draw(st.sampled_from(["", "view", "chunk", "by head", "split"]))
     kv_heads = draw(st.sampled_from([n for n in (heads, 2, 1) if n <= heads])) if fused in ("", "split") else heads
     options = {
-        "core": sorted(CORES), "linear": ["plain", "plain", *LINEAR_KINDS], "norm": sorted(NORM_KINDS), "bias": [True, False], "hidden": [16, 8, 12, 10],
+        "core": sorted(CORES), "linear": ["plain", "plain", *LINEAR_KINDS], "norm": sorted(NORM_KINDS), "bias": [True, False],
+        "hidden": [16, 8, 12, 10],
         "gate": ["none", "two", "glu", "chunk", "split", "strided"], "inner_norm": ["none", "none", "none", "layer", "rms"],
         "attend": ["matmul", "sdpa", "einsum", "bmm", "grouped"], "attention_bias": ["none", "mask", "alibi", "alibi buffer", "relative"],
         "rotary": [False, True], "qk_norm": [False, True], "conv": ["full", "depthwise", "grouped", "multiplied", "down and up"],
@@ -42,7 +43,8 @@ def blocks(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def models(draw: st.DrawFn) -> dict[str, Any]:
     options = {
-        "front": ["tokens", "features"], "scaled_embedding": [False, True], "tied": [False, True], "positions": ["none", "embedding", "parameter", "buffer"],
+        "front": ["tokens", "features"], "scaled_embedding": [False, True], "tied": [False, True],
+        "positions": ["none", "embedding", "parameter", "buffer"],
         "shape": ["plain", "plain", "skips", "towers", "encoder and decoder"], "shares": ["nothing", "norm", "core", "weights"],
         "frozen": ["nothing", "nothing", "first half", "last half", "every other", "matrices"], "keywords": [False, True],
         "returns": ["tensor", "dict", "tuple"],
