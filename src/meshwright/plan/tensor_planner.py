@@ -13,7 +13,7 @@ from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, Sharde
 from meshwright.plan.copy_sites import CollectiveSiteBuilder, ShardingBlockedError, find_copy_sites
 from meshwright.plan.dataflow_graph import DataflowGraph, ParameterValue
 from meshwright.plan.sequence_planner import add_sequence_parallel
-from meshwright.plan.size_arguments import SLICE_OPS
+from meshwright.plan.size_arguments import SLICE_OPS, size_arguments
 
 Placements = Mapping[str, str]  # by module name
 PLACEMENTS = ("auto", "column", "replicate")
@@ -278,6 +278,8 @@ def _size_rewrites(graph: DataflowGraph, dim_names: Mapping[int, str]) -> list[S
         raise ShardingBlockedError(logical_dims[rewrite.logical_dim], reason)
     for logical_dim, module in _sizes_computed_from(graph, dim_names):
         raise ShardingBlockedError(logical_dim, f"the code of {module or 'the model'} computes sizes from it")
+    for logical_dim, module in _sizes_with_samples(graph, dim_names):
+        raise ShardingBlockedError(logical_dim, f"the code of {module or 'the model'} multiplies its size by the number of samples")
     for rewrite in unclear:
         reason = f"the code of {rewrite.module} uses the size {rewrite.original_size} for other things too"
         raise ShardingBlockedError(logical_dims[rewrite.logical_dim], reason)
@@ -296,6 +298,17 @@ def _sizes_computed_from(graph: DataflowGraph, dim_names: Mapping[int, str]) -> 
         split = {dims[0] for dims in flow.values[op.outputs[0]].logical_dims if len(dims) == 1}
         whole = {s for dims in flow.values[op.inputs[0]].logical_dims if len(dims) > 1 for s in dims}
         yield from sorted((s, op.module) for s in split & whole if (s, op.module) in reads)
+
+
+def _sizes_with_samples(graph: DataflowGraph, dim_names: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """(sharded logical dim, module) where a size in a module's code counts both samples and the dim, as in `view(batch * heads, …)`. Batches differ
+    from the traced one, so the number is not known, nor whether the code computed it from the size of a rank."""
+    flow = graph.dataflow
+    for op in (o for o in flow.operations if o.call_index >= 0):
+        for _, _, dim, _ in size_arguments(flow, op):
+            counted = flow.values[op.outputs[0]].logical_dims[dim]
+            if not flow.sample_dims.isdisjoint(counted):
+                yield from ((s, op.module) for s in counted if s in dim_names)
 
 
 def _unsharded_reasons(graph: DataflowGraph, sharded: set[str], placements: Placements, blocked_dims: Mapping[int, str]) -> dict[str, str]:
