@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.procs.random_parts import CORES, LINEAR_KINDS, NORM_KINDS
 
-QUICK = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True)
+QUICK = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True)
 LONG = settings(QUICK, max_examples=150, derandomize=False)
 MESHES: dict[str, dict[str, Any]] = {
     "dp=2": {}, "shard=2": {"zero": 3}, "tp=2": {}, "pp=2": {},
@@ -61,6 +61,42 @@ def check(pool: Any, drawn: dict[str, Any], meshes: dict[str, dict[str, Any]], w
         for found in pool.run("procs.random_models:compare", world=world, drawn=drawn, mesh=mesh, **constraints):
             assert found["status"] in ("equal", "refused"), (mesh, found)
             assert found["status"] == "equal" or found["why"], mesh
+
+
+def block(**changes: Any) -> dict[str, Any]:
+    """A plain block but for the changes."""
+    attention = {"heads": 2, "kv_heads": 2, "fused": "", "attend": "matmul", "attention_bias": "none", "rotary": False, "qk_norm": False}
+    layers = {"core": "mlp", "linear": "plain", "norm": "layer", "bias": True, "hidden": 16, "gate": "none", "inner_norm": "none", "conv": "full"}
+    others = {"join": "add", "mixes": False, "torch_layer": "attention", "gain": False, "repeats": 1, "extra": False, "returns": "tensor"}
+    return {**attention, **layers, **others, "residual": True, "norm_first": True, **changes}
+
+
+def model(*drawn: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    plain = {"front": "tokens", "scaled_embedding": False, "tied": False, "positions": "none", "shape": "plain", "shares": "nothing"}
+    return {"blocks": list(drawn), "again": [], **plain, "frozen": "nothing", "keywords": False, "returns": "tensor", **changes}
+
+
+TWICE = block(), block()
+FOUND = {
+    "a norm in two blocks": (model(*TWICE, shares="norm"), MESHES),
+    "frozen layers that two stages share": (model(*TWICE, *TWICE, shares="core", frozen="last half", again=[1, 1]), {"pp=2": {}}),
+    "a value that a later tower takes": (model(*TWICE, *TWICE, shape="towers", positions="parameter"), {"pp=2": {}}),
+    "gradients that are not contiguous": (model(*[block(norm="group")] * 2, shape="encoder and decoder", frozen="matrices"), {"pp=2": {}}),
+    "blocks that begin with an identity": (model(*[block(norm="none", core="experts", gain=True)] * 3, shape="encoder and decoder"), {"pp=2": {}}),
+    "layers inside layers": (model(block(), block(core="mixer", gain=True), block(core="mixer", norm="none", norm_first=False)), {"pp=2": {}}),
+    "a subclass that returns a partial sum": (model(block(linear="clipped", bias=False, norm_first=False), block()), {"tp=2": {}}),
+    "a number added to a partial sum": (model(block(linear="scaled", bias=False), block()), {"tp=2": {}}),
+    "a frozen bias": (model(block(core="recurrence", mixes=True, hidden=10), block(), frozen="every other"), {"tp=2": {}}),
+    "samples and heads in one dim": (model(*[block(core="attention", fused="split", heads=4, kv_heads=4, attend="bmm")] * 2), {"tp=2": {}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_draws_have_found(pool: Any, name: str) -> None:
+    drawn, meshes = FOUND[name]
+    for mesh, constraints in meshes.items():
+        found = pool.run("procs.random_models:compare", world=2, drawn=drawn, mesh=mesh, **constraints)[0]
+        assert found["status"] == "equal", (mesh, found)
 
 
 @given(drawn=models())
