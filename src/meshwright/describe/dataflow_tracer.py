@@ -26,6 +26,7 @@ from meshwright.describe import fake_tensors
 from meshwright.describe.attention_decompose import decomposed_attention
 from meshwright.describe.block_copying import copy_repeated_blocks
 from meshwright.describe.dim_unification import DimMismatchError, LogicalDim, dim_size, factors_of, new_dim, unify
+from meshwright.describe.layers import layer_kind
 from meshwright.describe.propagation_rules import RuleContext, TensorDims, attention_rule, find_rule, tensor_leaves, unknown_rule
 from meshwright.describe.size_reads import record_size_reads
 from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, TracedOp, TracedTensor
@@ -339,27 +340,11 @@ def _factor(name: str, arguments: dict[str, Any]) -> float | None:
     return float(number) if name.startswith("mul") else 1.0 / number
 
 
-def _layer_kind(module: nn.Module) -> LayerKind:
-    """The layer's kind: linear and conv layers, whose partial results the runtime can reduce across ranks, bias included; and embedding tables
-    that may be on other ranks. A subclass with its own forward is of no kind, since nobody knows what it does with its parameters. Only an
-    embedding's forward may do more: the runtime replaces the lookup in it."""
-    runs_torch_code = type(module).forward.__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
-    if (isinstance(module, nn.Linear) and runs_torch_code) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
-        return "linear"
-    if isinstance(module, nn.modules.conv._ConvNd) and runs_torch_code:
-        return "conv"
-    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is not None or module.scale_grad_by_freq:
-        return "other"
-    if isinstance(module, nn.EmbeddingBag):
-        return "bag" if runs_torch_code else "other"
-    return "embedding"
-
-
 @contextmanager
 def _module_hooks(model: nn.Module, recorder: _DataflowRecorder) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            kind = _layer_kind(module)
+            kind = layer_kind(module)
             enter = module.register_forward_pre_hook(lambda _m, a, k, n=name, kind=kind: recorder.enter_module(n, kind, (a, k)), with_kwargs=True)
             stack.enter_context(enter)
             stack.enter_context(module.register_forward_hook(lambda _m, _a, output: recorder.leave_module(output)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import init
 from torch.nn.modules import transformer
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -94,19 +93,41 @@ def _parse_dtype(name: str, where: str, precision: str) -> torch.dtype:
 @contextmanager
 def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
     """While active, the model's parameters and buffers are fakes on `device`; the model itself is not modified. Needs an active fake mode."""
-    named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    named = [*model.named_parameters(), *model.named_buffers()]
     fakes = {name: _fake_like(tensor, precision, device) for name, tensor in named}
-    with _reparametrize_module(model, fakes, tie_weights=True), _shape_only_experts(model), _shape_only_masks(), _KnownAnswers():
+    with (
+        _replaced_tensors(model, [(tensor, fakes[name]) for name, tensor in named]),
+        _shape_only_experts(model),
+        _shape_only_masks(),
+        _KnownAnswers(),
+    ):
         yield fakes
 
 
 @contextmanager
 def copied_parameters(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """While active, the model's parameters and buffers are copies; the model itself is not modified, whatever runs."""
-    named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    named = [*model.named_parameters(), *model.named_buffers()]
     copies = {name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named}
-    with _reparametrize_module(model, copies, tie_weights=True):
+    with _replaced_tensors(model, [(tensor, copies[name]) for name, tensor in named]):
         yield copies
+
+
+@contextmanager
+def _replaced_tensors(model: nn.Module, replacements: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """While active, the model's parameters and buffers are others, wherever they are registered. torch's `functional_call` goes by names, and does
+    not put back the tensors of a module that has two: that several modules contain."""
+    by_id = {id(tensor): replacement for tensor, replacement in replacements}
+    registries: list[dict[str, Any]] = [registry for module in model.modules() for registry in (module._parameters, module._buffers)]
+    before = [dict(registry) for registry in registries]
+    for registry in registries:
+        registry.update({key: by_id[id(tensor)] for key, tensor in registry.items() if tensor is not None})
+    try:
+        yield
+    finally:
+        for registry, tensors in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(tensors)
 
 
 class _KnownAnswers(TorchFunctionMode):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from meshwright.core.dataflow import LayerKind
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -75,6 +77,22 @@ def behavior_signature(module: nn.Module) -> str:
 
 
 _INDEX_SUFFIXES = ("idx", "index", "site", "layer_id", "layer_number")
+
+
+def layer_kind(module: nn.Module) -> LayerKind:
+    """The layer's kind: linear and conv layers, whose partial results the runtime can reduce across ranks, bias included; and embedding tables
+    that may be on other ranks. A subclass with its own forward is of no kind, since nobody knows what it does with its parameters. Only an
+    embedding's forward may do more: the runtime replaces the lookup in it."""
+    runs_torch_code = type(module).forward.__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+    if (isinstance(module, nn.Linear) and runs_torch_code) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
+        return "linear"
+    if isinstance(module, nn.modules.conv._ConvNd) and runs_torch_code:
+        return "conv"
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is not None or module.scale_grad_by_freq:
+        return "other"
+    if isinstance(module, nn.EmbeddingBag):
+        return "bag" if runs_torch_code else "other"
+    return "embedding"
 
 
 def training_batch_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:

@@ -111,7 +111,7 @@ class AppliedPlan:
             return
         params = dict(self.model.named_parameters())
         for name, comm in self.pipeline.tied_groups:
-            if comm is not None and (param := params.get(name)) is not None:
+            if comm is not None and (param := params.get(name)) is not None and param.requires_grad:
                 gradient = self.gradient_sync.tied_gradient(param) if self.gradient_sync else full_gradient(param)
                 comm.sync.all_reduce(gradient, f"tied/{name}").wait()
 

@@ -370,6 +370,8 @@ class _RecordedStage(pipelining.PipelineStage):
         if bwd_chunk_id in self.bwd_cache and not hasattr(self, "_get_grad_send_meta"):  # torch 2.11 refuses to send a missing gradient
             pairs = zip(self.bwd_cache[bwd_chunk_id], self._input_specs, strict=False)  # gradients of keyword arguments come after
             self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros(t.shape, dtype=t.dtype, device=self.device) if g is None else g for g, t in pairs)
+        if bwd_chunk_id in self.bwd_cache:  # a gradient has the strides of the last operation's backward, and gloo sends contiguous tensors
+            self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in self.bwd_cache[bwd_chunk_id])
         ops = _only_with_grad(super().get_bwd_send_ops(bwd_chunk_id), self._needs_grad[0])
         self._record_sends(ops, f"gradients/{self.stage_index}")
         return ops

@@ -22,6 +22,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.sized_calls import sized_call
 from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, ShardedDim, SizeRewrite, TensorPolicy
+from meshwright.describe.layers import layer_kind
 from meshwright.execute.autograd_collectives import CopyToTensorParallel, GatherFromTensorParallel, ReduceFromTensorParallel, all_gather_uneven
 from meshwright.execute.deferred_weight_grad import clear_deferred, copy_to_region_overlapped, defer_weight_grad, deferrable_matmul
 from meshwright.execute.module_hooks import Decorator, TensorFn, add_bias, at_module_input, eager_decorator, replace_parameter, run_forward_in
@@ -95,9 +96,9 @@ def shard_model(model: nn.Module, optimizer: Optimizer, plan: Plan, groups: Proc
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and f"{name}.weight" in shards.placements:
             module.groups = module.groups * module.weight.shape[0] // (module.in_channels if module.transposed else module.out_channels)
-    deferred = _deferred_layers(model, plan)
+    deferred, own_code = _deferred_layers(model, plan), {name for name, m in model.named_modules() if layer_kind(m) not in ("linear", "conv")}
     for axis, policy in plan.tensor_policies:
-        _install_collectives(model, policy, groups.get(axis), deferred, cache, eager_decorator(plan.compile != "none"))
+        _install_collectives(model, policy, groups.get(axis), deferred, own_code, cache, eager_decorator(plan.compile != "none"))
     reduced = {site.module for _, policy in plan.tensor_policies for site in policy.reduce_sites}
     for name in (name for name in deferred if name not in reduced):
         defer_weight_grad(model.get_submodule(name))
@@ -120,9 +121,11 @@ def _unit_of(module: str, plan: Plan) -> str:
 
 
 def _install_collectives(
-    model: nn.Module, policy: TensorPolicy, comm: Comm, deferred_layers: Sequence[str], cache: RecomputeCache, eager: Decorator
+    model: nn.Module, policy: TensorPolicy, comm: Comm, deferred_layers: Sequence[str], own_code: Container[str], cache: RecomputeCache,
+    eager: Decorator,
 ) -> None:  # fmt: skip
-    """Install the collectives of one axis. `eager` keeps them out of compiled graphs: a compiler would make a graph for every layer's own name."""
+    """Install the collectives of one axis. `own_code` names modules that are not torch's linear and conv layers and run their own code. `eager`
+    keeps collectives out of compiled graphs: a compiler would make a graph for every layer's own name."""
     modules = dict(model.named_modules())
     sequences = ShardedSequences(policy, comm)
     sequences.install(modules, policy, eager, cache)
@@ -133,7 +136,8 @@ def _install_collectives(
     for site in _one_per_input(policy.reduce_sites):
         name = f"tp_output/{site.module}"
         shard = sequences.shard(site.sequence_layout, name) if site.sequence_layout else None
-        _reduce_output(modules[site.module], _reduce_from_region(comm, name, shard, cache), eager)
+        matmul = _matmul_of(modules[site.module], site.module in own_code)
+        _reduce_output(modules[site.module], matmul, _reduce_from_region(comm, name, shard, cache), eager)
     logical_dims = {s.name: s for s in policy.sharded_dims}
     for site in _one_per_input(policy.embedding_sites):
         _shard_embedding(modules[site.module], logical_dims[site.logical_dim], comm, f"embedding/{site.module}", eager, cache)
@@ -208,19 +212,20 @@ def _reduce_from_region(comm: Comm, name: str, shard: SequenceShard | None, cach
     return lambda x: ReduceScatterToSequence.apply(x, shard, cache)
 
 
-def _reduce_output(layer: nn.Module, reduce_fn: TensorFn, eager: Decorator) -> None:
-    """Make a layer that contracts a sharded dim reduce its matmul over ranks and add its bias once, afterwards."""
-    matmul = _matmul_of(layer)
+def _reduce_output(layer: nn.Module, matmul: TensorFn | None, reduce_fn: TensorFn, eager: Decorator) -> None:
+    """Make a layer that contracts a sharded dim reduce its `matmul` over ranks and add its bias once, afterwards. Without one, reduce its output."""
     if matmul is None:
         layer.register_forward_hook(eager(lambda _m, _a, out: reduce_fn(out)))
     else:
         layer.forward = eager(lambda x: add_bias(layer, reduce_fn(matmul(x))))
 
 
-def _matmul_of(layer: nn.Module) -> TensorFn | None:
-    """The layer without its bias; None for a module that only passes partial sums on. An fp8 layer has its own as `fp8_matmul`."""
+def _matmul_of(layer: nn.Module, runs_own_code: bool) -> TensorFn | None:
+    """The layer without its bias; None for a module that runs its own code, and returns a partial sum. An fp8 layer has its own as `fp8_matmul`."""
     if "fp8_matmul" in vars(layer):
         return layer.fp8_matmul  # type: ignore[return-value]
+    if runs_own_code:
+        return None
     if isinstance(layer, nn.Linear):
         return deferrable_matmul(layer, lambda x: F.linear(x, layer.weight))
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):

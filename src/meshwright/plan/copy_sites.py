@@ -48,22 +48,20 @@ def find_copy_sites(
     statistics = _norm_statistics(graph, sharded_dims)
     partial_uses: dict[int, set[int]] = {}  # unsharded value → sharded operations that read it
     partial_parameters: dict[str, None] = {}
-    sums: dict[int, int] = {}  # value that is a partial sum → the contracted logical dim
+    sums: dict[int, tuple[int, int]] = {}  # value that is a partial sum → the contracted logical dim, and the operation from which it is complete
     ops_by_input: dict[tuple[str, int], set[int]] = {}  # module and the position of its input → sharded operations that read it
-    unreduced: dict[int, int] = {}  # of them, those that are not reduced yet → the operation before which they are
     for index, op in enumerate(graph.dataflow.operations):
-        unreduced = {value: end for value, end in unreduced.items() if index < end}
         for logical_dim in sharded_dims.intersection(op.contracted_dims):
-            if reduction := graph.find_reduction_site(index, logical_dim):
-                sums |= dict.fromkeys(reduction[1], logical_dim)
-                unreduced |= dict.fromkeys(reduction[1], reduction[0].end_op)
-        is_sharded = sharded_dims & graph.operation_dims[index] or unreduced.keys() & set(op.inputs)
+            if (reduction := graph.find_reduction_site(index, logical_dim)) is not None:
+                sums |= dict.fromkeys(reduction[1], (logical_dim, reduction[0].end_op))
+        partial = {v for v in op.inputs if v in sums and index < sums[v][1]}
+        is_sharded = sharded_dims & graph.operation_dims[index] or partial
         call = graph.innermost_call.get(index)
         is_gathered = call is not None and call.module in gathered_layers and bool(op.contracted_dims)
         adds_bias_later = bool(sharded_dims.intersection(op.contracted_dims))  # the layer adds its bias after the reduction
         for value in op.inputs if is_sharded or is_gathered else ():
             parameter = graph.parameter_of.get(value)
-            is_unsharded = value not in unreduced and value not in statistics and not sharded_dims & graph.value_dims[value]
+            is_unsharded = value not in partial and value not in statistics and not sharded_dims & graph.value_dims[value]
             if not is_unsharded or not graph.dataflow.values[value].needs_grad or (parameter and (is_gathered or adds_bias_later)):
                 continue
             if parameter:
@@ -126,7 +124,12 @@ def _is_liftable(graph: DataflowGraph, producer: int, ops: set[int]) -> bool:
 
 
 def _place_sites(
-    graph: DataflowGraph, site_builder: CollectiveSiteBuilder, value: int, ops: set[int], sharded_dims: set[int], partial_sums: Mapping[int, int]
+    graph: DataflowGraph,
+    site_builder: CollectiveSiteBuilder,
+    value: int,
+    ops: set[int],
+    sharded_dims: set[int],
+    partial_sums: Mapping[int, tuple[int, int]],
 ) -> list[CollectiveSite]:
     """One site at the smallest module that takes the value as input and contains exactly its partial uses; else one at each layer."""
     inside = [(call, {i for i in graph.consumers.get(value, []) if call.first_op <= i < call.end_op}) for call in graph.input_calls(value)]
@@ -138,7 +141,7 @@ def _place_sites(
         layer = next((call for call, consumers in inside if call.first_op <= index < call.end_op and consumers <= ops), None)
         if layer is None:
             op = graph.op(index)
-            logical_dims = sharded_dims & graph.operation_dims[index] or {partial_sums[v] for v in op.inputs if v in partial_sums} or sharded_dims
+            logical_dims = sharded_dims & graph.operation_dims[index] or {partial_sums[v][0] for v in op.inputs if v in partial_sums} or sharded_dims
             raise ShardingBlockedError(min(logical_dims), f"{op.name} in {op.module or 'the loss'} combines it with an unsharded activation")
         layers[layer.first_op, layer.end_op] = layer
     outer = [m for m in layers.values() if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in layers.values())]

@@ -161,8 +161,10 @@ class DataflowGraph:
         positions = [i for i, v in enumerate(op.inputs) if v in partial]
         if op.name in _LINEAR_OPS:
             return len(positions) == 1 and (positions == [0] or op.name in ("mul", "mul_"))  # a square, or a partial sum as divisor, does not commute
+        if op.name not in _ADD_OPS or len(op.inputs) == 1:  # every rank would add a number that is no tensor
+            return False
         others = [v for v in op.inputs if v not in partial and self.dataflow.values[v].floating]
-        return op.name in _ADD_OPS and all(v in self.producer and self.op(self.producer[v]).name in _ZERO_OPS for v in others)
+        return all(v in self.producer and self.op(self.producer[v]).name in _ZERO_OPS for v in others)
 
     def enclosing_module(self, index: int, modules: Iterable[str] | None = None) -> str:
         """The innermost module (among `modules`, if given) whose code runs an operation; LOSS_MODULE outside of all."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
@@ -47,7 +47,7 @@ class StageBoundaries:
     dataflow: Dataflow
     layer_order: Sequence[str]  # layers in the order of their first use
     by_layer: Mapping[str, _Boundary]  # by the layer after the boundary
-    parameter_reads: Sequence[tuple[int, str]]  # (operation, trainable parameter that it reads), in order
+    parameter_reads: Sequence[tuple[int, str]]  # (operation, parameter that it reads), in order
     best_cut_rows: list[BestCutRow] = field(default_factory=list, compare=False, repr=False)  # the best cuts into one stage, two, … computed so far
 
     @property
@@ -58,15 +58,15 @@ class StageBoundaries:
 def find_stage_boundaries(
     dataflow: Dataflow, profile: ModelProfile, tensor: TensorPolicy | None = None, tensor_y: TensorPolicy | None = None, cp: int = 1
 ) -> StageBoundaries:
-    order = _layers_in_order(dataflow, profile)
+    order, parameters = _layers_in_order(dataflow, profile), frozenset(t.name for t in profile.tensors)
     blocked = frozenset(sharded_logical_dims(dataflow, tensor))
     sequence: Mapping[int, tuple[str, int]] = {}
     if tensor is not None and tensor.is_sequence_parallel:
         sequence = sequence_sharded_values(DataflowGraph.of(dataflow, profile.layer_names), tensor, blocked)
     sharding = _BoundarySharding(blocked, sharded_logical_dims(dataflow, tensor_y), sequence, cp, sequence_dim(dataflow, cp) if cp > 1 else -1)
     inputs = [(i, dataflow.values[v]) for i, op in enumerate(dataflow.operations) for v in op.inputs]
-    reads = [(i, value.parameter) for i, value in inputs if value.parameter and value.needs_grad]
-    return StageBoundaries(dataflow, order, {b.call.module: b for b in _find_boundaries(dataflow, order, sharding)}, reads)
+    reads = [(i, value.parameter) for i, value in inputs if value.parameter in parameters]
+    return StageBoundaries(dataflow, order, {b.call.module: b for b in _find_boundaries(dataflow, order, parameters, sharding)}, reads)
 
 
 def balanced_stages(boundaries: StageBoundaries, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
@@ -90,6 +90,25 @@ def build_stages(boundaries: StageBoundaries, cuts: Sequence[int]) -> tuple[Stag
         received = (entry.call.module, entry.activations, entry.finished_modules) if entry else ("", (), ())
         stages.append(Stage(layers, *received, tied))
     return tuple(stages)
+
+
+def reuses_parameters(dataflow: Dataflow, stages: Sequence[Stage]) -> bool:
+    """Whether several operations of one stage read the same trainable parameter, such as those of a module that is called twice."""
+    entries = tuple(stage.entry for stage in stages[1:])
+    return dataflow.memo.get_or_compute("reuses parameters", (), entries, lambda: _reuses_parameters(dataflow, entries))
+
+
+def _reuses_parameters(dataflow: Dataflow, entries: Sequence[str]) -> bool:
+    calls = DataflowGraph.of(dataflow).calls_by_module
+    starts, read = sorted(calls[entry][0].first_op for entry in entries), set[tuple[int, str]]()
+    for index, op in enumerate(dataflow.operations):
+        for value in (dataflow.values[v] for v in dict.fromkeys(op.inputs)):
+            key = (bisect_right(starts, index), value.parameter)
+            if value.parameter and value.needs_grad:
+                if key in read:
+                    return True
+                read.add(key)
+    return False
 
 
 @dataclass(frozen=True)
@@ -127,15 +146,19 @@ def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[str]:
     return [layer.name for layer in sorted(profile.layers, key=first_use)]
 
 
-def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _BoundarySharding) -> list[_Boundary]:
+def _find_boundaries(
+    dataflow: Dataflow, layers: Sequence[str], parameters: frozenset[str], sharding: _BoundarySharding
+) -> list[_Boundary]:  # fmt: skip
     """Boundaries at which every crossing value can be sent: a module before returns it, and modules after take it as an input."""
-    index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), (), lambda: _BoundaryIndex(dataflow))
+    index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), parameters, lambda: _BoundaryIndex(dataflow, parameters))
     calls = [index.graph.calls_by_module.get(name, []) for name in layers[1:]]
-    entries = [call for call, *others in filter(None, calls) if not others and 0 < call.first_op < call.end_op]
+    once = [call for call, *others in filter(None, calls) if not others and 0 < call.first_op < call.end_op]
+    # Several layers may begin with the same operation, one inside another: a stage between them would be empty.
+    entries = sorted({call.first_op: call for call in reversed(once)}.values(), key=lambda call: call.first_op)
     sources = _find_sources(index, entries)
     boundaries = []
-    for entry in entries:
-        if activations := _boundary_activations(index, entry, sources, sharding):
+    for i, entry in enumerate(entries):
+        if activations := _boundary_activations(index, entry, i, sources, sharding):
             finished = dict.fromkeys(m.module for m in index.finished_modules(entry.first_op))
             boundaries.append(_Boundary(entry, activations, tuple(finished)))
     return boundaries
@@ -143,35 +166,36 @@ def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _Bound
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a value that crosses boundaries is read: a module's output, or its input."""
+    """Where a value that crosses boundaries is read: a module's output, or its input; and the first boundary before which that happens."""
 
     module: str
     position: int
     at_module_input: bool
-    first_op: int  # the operation from which on it can be read there
+    boundary: int  # index into the boundaries, in the order in which they are passed
 
 
 def _find_sources(index: _BoundaryIndex, entries: Sequence[ModuleCall]) -> dict[int, _Source]:
     """By value, its source: the largest module that has returned it at the first boundary that it crosses, or else that boundary's entry. It is the
     same at every boundary: a stage that receives a value sends what it received, and not what its own code made of placeholders."""
     sources: dict[int, _Source] = {}
-    for entry in entries:
+    for boundary, entry in enumerate(entries):
         for value in (v for v in index.crossing_values(entry.first_op) if v not in sources):
-            before = [m for m in index.graph.producer_calls(value) if m.end_op <= entry.first_op]
+            # A module without operations (nn.Identity, dropout with p=0) ends where it begins: it may be the entry, or inside it.
+            before = [m for m in index.graph.producer_calls(value) if m.end_op <= entry.first_op and m.first_op < entry.first_op]
             before = [m for m in before if len(index.graph.calls_by_module[m.module]) == 1]
             if before:
                 largest = max(before, key=lambda m: m.end_op - m.first_op)
-                sources[value] = _Source(largest.module, largest.outputs.index(value), at_module_input=False, first_op=largest.end_op)
+                sources[value] = _Source(largest.module, largest.outputs.index(value), at_module_input=False, boundary=boundary)
             elif value in entry.inputs:
-                sources[value] = _Source(entry.module, entry.inputs.index(value), at_module_input=True, first_op=entry.first_op)
+                sources[value] = _Source(entry.module, entry.inputs.index(value), at_module_input=True, boundary=boundary)
     return sources
 
 
 class _BoundaryIndex:
     """A dataflow indexed for the queries of every boundary, independent of how layers are split into stages."""
 
-    def __init__(self, dataflow: Dataflow) -> None:
-        self.graph, self._depends_on_parameters = DataflowGraph.of(dataflow), _depends_on_parameters(dataflow)
+    def __init__(self, dataflow: Dataflow, parameters: Collection[str]) -> None:
+        self.graph, self._depends_on_parameters = DataflowGraph.of(dataflow), _depends_on_parameters(dataflow, parameters)
         self._parameter_calls = _find_parameter_calls(dataflow, self._depends_on_parameters)
         self._producers: dict[int, list[int]] = {}  # by value: the operations that produce it
         for i, op in enumerate(dataflow.operations):
@@ -202,9 +226,10 @@ class _BoundaryIndex:
         return crossing
 
 
-def _depends_on_parameters(dataflow: Dataflow) -> list[bool]:
-    """Whether each value depends on trainable parameters. Every stage computes the other values (masks, position tables) itself."""
-    depends = [bool(v.parameter) and v.needs_grad for v in dataflow.values]
+def _depends_on_parameters(dataflow: Dataflow, parameters: Collection[str]) -> list[bool]:
+    """Whether each value depends on parameters, frozen ones too: a stage holds its own. Every stage computes the other values (masks, tables of
+    positions) itself, from the batch and buffers."""
+    depends = [v.parameter in parameters for v in dataflow.values]
     for op in dataflow.operations:
         if any(depends[v] for v in op.inputs):
             for value in op.outputs:
@@ -213,7 +238,7 @@ def _depends_on_parameters(dataflow: Dataflow) -> list[bool]:
 
 
 def _boundary_activations(
-    index: _BoundaryIndex, entry: ModuleCall, sources: Mapping[int, _Source], sharding: _BoundarySharding
+    index: _BoundaryIndex, entry: ModuleCall, boundary: int, sources: Mapping[int, _Source], sharding: _BoundarySharding
 ) -> tuple[BoundaryActivation, ...]:
     """The activations that cross the boundary before `entry`; empty if one of them is not available as an input or output of a module."""
     graph, flow = index.graph, index.graph.dataflow
@@ -227,7 +252,7 @@ def _boundary_activations(
         if (
             sharded_dim is None
             or source is None
-            or source.first_op > entry.first_op
+            or source.boundary > boundary
             or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops)
         ):
             return ()
@@ -241,9 +266,9 @@ def _boundary_activations(
 
 
 def _find_parameter_calls(dataflow: Dataflow, depends_on_parameters: Sequence[bool]) -> list[tuple[ModuleCall, int]]:
-    """Calls of modules that read trainable parameters, outer calls first, each with the end of the last call of the same module."""
+    """Calls of modules that read parameters, outer calls first, each with the end of the last call of the same module."""
     reads = (any(depends_on_parameters[v] and dataflow.values[v].parameter for v in op.inputs) for op in dataflow.operations)
-    read_counts = list(accumulate(reads, initial=0))  # how many of the first n operations read a trainable parameter
+    read_counts = list(accumulate(reads, initial=0))  # how many of the first n operations read a parameter
     last_end: dict[str, int] = {}
     for call in dataflow.modules:
         last_end[call.module] = max(last_end.get(call.module, 0), call.end_op)

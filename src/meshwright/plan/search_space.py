@@ -32,7 +32,7 @@ from meshwright.plan.cp_planner import TensorGrid, choose_cp_policies
 from meshwright.plan.expert_planner import choose_expert_parallel
 from meshwright.plan.memory_planner import RECOMPUTE_MODES, choose_memory
 from meshwright.plan.partition import single_stage
-from meshwright.plan.pipeline_planner import StageBoundaries, balanced_stages, find_stage_boundaries
+from meshwright.plan.pipeline_planner import StageBoundaries, balanced_stages, find_stage_boundaries, reuses_parameters
 from meshwright.plan.sample_analysis import find_sample_coupling
 from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.tensor_planner import check_placements, choose_tensor_grid, reject_if_unsharded
@@ -169,10 +169,11 @@ def schedule_choices(mesh: Mesh, constraints: Constraints) -> tuple[PipelineSche
 
 def is_schedule_eligible(schedule: str, stages: tuple[Stage, ...], constraints: Constraints) -> bool:
     """Whether the planner may choose a schedule by itself. torch splits backward only where each stage passes on one activation that needs
-    gradients."""
+    gradients, and uses each parameter once."""
     if not schedule_traits(schedule).splits_backward or constraints.schedule is not None:
         return True
-    return all(len(s.boundary_activations) == 1 and s.boundary_activations[0].needs_grad for s in stages[1:])
+    passes_one = all(len(s.boundary_activations) == 1 and s.boundary_activations[0].needs_grad for s in stages[1:])
+    return passes_one and not (constraints.flow is not None and reuses_parameters(constraints.flow, stages))
 
 
 UNSHARDED: TensorGrid = (TensorPolicy(), TensorPolicy())

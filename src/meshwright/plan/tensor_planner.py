@@ -13,7 +13,7 @@ from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, Sharde
 from meshwright.plan.copy_sites import CollectiveSiteBuilder, ShardingBlockedError, find_copy_sites
 from meshwright.plan.dataflow_graph import DataflowGraph, ParameterValue
 from meshwright.plan.sequence_planner import add_sequence_parallel
-from meshwright.plan.size_arguments import SLICE_OPS
+from meshwright.plan.size_arguments import SLICE_OPS, size_arguments
 
 Placements = Mapping[str, str]  # by module name
 PLACEMENTS = ("auto", "column", "replicate")
@@ -221,8 +221,7 @@ def _gathered_layers(
         weight, bias = _layer_parameters(graph, call)
         if weight is None or weight.name in sharded_parameters or not _is_worth_gather(graph, call, weight, placements, largest):
             continue
-        readers = [graph.innermost_call.get(i) for i in graph.consumers.get(weight.value, [])]
-        if any(reader is None or reader.kind not in ("linear", "embedding") for reader in readers):
+        if not all(_reads_as_layer(graph, i) for i in graph.consumers.get(weight.value, [])):
             continue  # other code reads it too, and would read a shard
         dim = _feature_dim(graph, call, weight)
         size = graph.dataflow.values[weight.value].shape[dim]
@@ -237,6 +236,12 @@ def _gathered_layers(
     return list(dims.values()), gathers, lookups
 
 
+def _reads_as_layer(graph: DataflowGraph, index: int) -> bool:
+    """Whether an operation on a weight is a linear layer's product or an embedding's lookup; an embedding's own forward may read rows otherwise."""
+    reader = graph.innermost_call.get(index)
+    return reader is not None and (reader.kind == "linear" or (reader.kind == "embedding" and graph.op(index).name == "embedding"))
+
+
 def _is_worth_gather(graph: DataflowGraph, call: ModuleCall, weight: ParameterValue, placements: Placements, largest_sharded: int) -> bool:
     placement = placements.get(call.module) or _placement_override(placements, weight.name)
     if placement in ("replicate", "column"):
@@ -245,11 +250,12 @@ def _is_worth_gather(graph: DataflowGraph, call: ModuleCall, weight: ParameterVa
 
 
 def _layer_parameters(graph: DataflowGraph, call: ModuleCall) -> tuple[ParameterValue | None, ParameterValue | None]:
-    """The matrix and the bias that a layer's own operations read; a tied matrix has the name of its first owner."""
+    """The trainable matrix and the bias, which may be frozen, that a layer's own operations read; a tied matrix has the name of its first owner."""
     read = {v for op in range(call.first_op, call.end_op) for v in graph.op(op).inputs}
     parameters = [graph.parameters[i] for i in sorted(graph.parameter_position[v] for v in read if v in graph.parameter_position)]
-    by_num_dims = {len(graph.dataflow.values[w.value].shape): w for w in reversed(parameters)}  # the first of each
-    return by_num_dims.get(2), by_num_dims.get(1)
+    matrix = next((w for w in parameters if len(graph.dataflow.values[w.value].shape) == 2), None)
+    values = ((v, graph.dataflow.values[v]) for v in sorted(read))
+    return matrix, next((ParameterValue(t.parameter, v, t.shape[0]) for v, t in values if t.parameter and len(t.shape) == 1), None)
 
 
 def _feature_dim(graph: DataflowGraph, call: ModuleCall, weight: ParameterValue) -> int:
@@ -272,6 +278,8 @@ def _size_rewrites(graph: DataflowGraph, dim_names: Mapping[int, str]) -> list[S
         raise ShardingBlockedError(logical_dims[rewrite.logical_dim], reason)
     for logical_dim, module in _sizes_computed_from(graph, dim_names):
         raise ShardingBlockedError(logical_dim, f"the code of {module or 'the model'} computes sizes from it")
+    for logical_dim, module in _sizes_with_samples(graph, dim_names):
+        raise ShardingBlockedError(logical_dim, f"the code of {module or 'the model'} multiplies its size by the number of samples")
     for rewrite in unclear:
         reason = f"the code of {rewrite.module} uses the size {rewrite.original_size} for other things too"
         raise ShardingBlockedError(logical_dims[rewrite.logical_dim], reason)
@@ -290,6 +298,17 @@ def _sizes_computed_from(graph: DataflowGraph, dim_names: Mapping[int, str]) -> 
         split = {dims[0] for dims in flow.values[op.outputs[0]].logical_dims if len(dims) == 1}
         whole = {s for dims in flow.values[op.inputs[0]].logical_dims if len(dims) > 1 for s in dims}
         yield from sorted((s, op.module) for s in split & whole if (s, op.module) in reads)
+
+
+def _sizes_with_samples(graph: DataflowGraph, dim_names: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """(sharded logical dim, module) where a size in a module's code counts both samples and the dim, as in `view(batch * heads, …)`. Batches differ
+    from the traced one, so the number is not known, nor whether the code computed it from the size of a rank."""
+    flow = graph.dataflow
+    for op in (o for o in flow.operations if o.call_index >= 0):
+        for _, _, dim, _ in size_arguments(flow, op):
+            counted = flow.values[op.outputs[0]].logical_dims[dim]
+            if not flow.sample_dims.isdisjoint(counted):
+                yield from ((s, op.module) for s in counted if s in dim_names)
 
 
 def _unsharded_reasons(graph: DataflowGraph, sharded: set[str], placements: Placements, blocked_dims: Mapping[int, str]) -> dict[str, str]:
