@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.core.dataflow import ModuleCall
@@ -14,8 +14,10 @@ from meshwright.plan.dataflow_graph import DataflowGraph
 
 
 class ShardingBlockedError(Exception):
-    def __init__(self, logical_dim: int, reason: str) -> None:
-        self.logical_dim, self.reason = logical_dim, reason
+    """A logical dim that cannot be sharded; or, -1, layers whose outputs cannot be gathered."""
+
+    def __init__(self, logical_dim: int, reason: str, layers: Collection[str] = ()) -> None:
+        self.logical_dim, self.reason, self.layers = logical_dim, reason, layers
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,22 @@ def find_copy_sites(
                 partial_parameters[parameter] = None
             else:
                 partial_uses.setdefault(value, set()).add(index)
+
+    def blocked(ops: set[int], reason: str) -> ShardingBlockedError:
+        dims = {s for i in ops for s in sharded_dims & graph.operation_dims[i]} or {sums[v][0] for i in ops for v in graph.op(i).inputs if v in sums}
+        layers = {call.module for i in ops if (call := graph.innermost_call.get(i)) is not None} & gathered_layers
+        return ShardingBlockedError(min(dims or sharded_dims) if dims or not layers else -1, reason, layers)
+
     sites: list[CollectiveSite] = []
     for value, ops in sorted(_lift_grad_sums(graph, partial_uses).items()):
-        for site in _place_sites(graph, site_builder, value, ops, sharded_dims, sums):
+        for site in _place_sites(graph, site_builder, value, ops, blocked):
             sites.append(site)
             ops_by_input.setdefault((site.module, site.position), set()).update(ops)
     num_calls = Counter(call.module for call in graph.dataflow.modules)
     num_sites = Counter((site.module, site.position) for site in sites)
     for (module, position), ops in ops_by_input.items():
         if num_sites[module, position] != num_calls[module]:  # a site takes effect in every call of its module
-            logical_dims = set[int]().union(*(sharded_dims & graph.operation_dims[i] for i in ops)) or sharded_dims
-            raise ShardingBlockedError(min(logical_dims), f"{module or 'the model'} is called {num_calls[module]} times and not always with it")
+            raise blocked(ops, f"{module or 'the model'} is called {num_calls[module]} times and not always with it")
     return sites, list(partial_parameters)
 
 
@@ -124,12 +131,7 @@ def _is_liftable(graph: DataflowGraph, producer: int, ops: set[int]) -> bool:
 
 
 def _place_sites(
-    graph: DataflowGraph,
-    site_builder: CollectiveSiteBuilder,
-    value: int,
-    ops: set[int],
-    sharded_dims: set[int],
-    partial_sums: Mapping[int, tuple[int, int]],
+    graph: DataflowGraph, site_builder: CollectiveSiteBuilder, value: int, ops: set[int], blocked: Callable[[set[int], str], ShardingBlockedError]
 ) -> list[CollectiveSite]:
     """One site at the smallest module that takes the value as input and contains exactly its partial uses; else one at each layer."""
     inside = [(call, {i for i in graph.consumers.get(value, []) if call.first_op <= i < call.end_op}) for call in graph.input_calls(value)]
@@ -141,8 +143,7 @@ def _place_sites(
         layer = next((call for call, consumers in inside if call.first_op <= index < call.end_op and consumers <= ops), None)
         if layer is None:
             op = graph.op(index)
-            logical_dims = sharded_dims & graph.operation_dims[index] or {partial_sums[v][0] for v in op.inputs if v in partial_sums} or sharded_dims
-            raise ShardingBlockedError(min(logical_dims), f"{op.name} in {op.module or 'the loss'} combines it with an unsharded activation")
+            raise blocked({index}, f"{op.name} in {op.module or 'the loss'} combines it with an unsharded activation")
         layers[layer.first_op, layer.end_op] = layer
     outer = [m for m in layers.values() if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in layers.values())]
     return [_input_site(graph, site_builder, value, m) for m in outer]  # outermost only: nested sites would sum the gradient twice

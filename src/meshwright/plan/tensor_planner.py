@@ -64,19 +64,23 @@ class _TensorAxis:
     gathered_layers: Mapping[str, str] = field(default_factory=dict)  # on the second axis: layers whose outputs the first gathers → the logical dim
     blocked_dims: dict[int, str] = field(default_factory=dict)
     chosen_dims: list[int] = field(default_factory=list)
+    ungathered_layers: set[str] = field(default_factory=set)  # layers whose outputs cannot be gathered
 
     def sharded_dim_names(self, graph: DataflowGraph) -> dict[int, str]:
         return {s: _logical_dim_name(graph, s) for s in self.chosen_dims}
 
 
 def _choose_axis_policy(graph: DataflowGraph, axis: _TensorAxis, placements: Placements) -> TensorPolicy:
-    for _ in range(len(graph.dataflow.sizes) + 1):  # each round may block one more logical dim
+    for _ in range(len(graph.dataflow.sizes) + len(graph.dataflow.modules) + 1):  # each round may block one more logical dim or layer
         axis.chosen_dims = _choose_logical_dims(graph, axis, placements)
         try:
             return _build_policy(graph, axis, placements)
         except ShardingBlockedError as error:
-            axis.blocked_dims[error.logical_dim] = error.reason
-    raise AssertionError("every round blocks a logical dim")
+            if error.logical_dim < 0:
+                axis.ungathered_layers.update(error.layers)
+            else:
+                axis.blocked_dims[error.logical_dim] = error.reason
+    raise AssertionError("every round blocks a logical dim or a layer")
 
 
 def check_placements(dataflow: Dataflow, placements: Placements) -> None:
@@ -164,7 +168,7 @@ def _build_policy(graph: DataflowGraph, axis: _TensorAxis, placements: Placement
     names = axis.sharded_dim_names(graph)
     dims = [ShardedDim(name, graph.dataflow.sizes[s], tuple(graph.parameter_shards(s))) for s, name in names.items()]
     sharded = {c.parameter for d in dims for c in d.parameter_shards}
-    gathered, gathers, lookups = _gathered_layers(graph, sites, sharded, axis.degree, placements) if axis.first_axis_dims is None else ([], [], [])
+    gathered, gathers, lookups = _gathered_layers(graph, sites, sharded, axis, placements) if axis.first_axis_dims is None else ([], [], [])
     sharded |= {c.parameter for d in gathered for c in d.parameter_shards}
     copies, partial = find_copy_sites(graph, sites, chosen, {m.module for m in gathers})
     return TensorPolicy(
@@ -207,7 +211,7 @@ def _norm_sites(graph: DataflowGraph, site_builder: CollectiveSiteBuilder, shard
 
 
 def _gathered_layers(
-    graph: DataflowGraph, site_builder: CollectiveSiteBuilder, sharded_parameters: set[str], tp_degree: int, placements: Placements
+    graph: DataflowGraph, site_builder: CollectiveSiteBuilder, sharded_parameters: set[str], axis: _TensorAxis, placements: Placements
 ) -> tuple[list[ShardedDim], list[CollectiveSite], list[CollectiveSite]]:
     """Layers that no chosen logical dim covers but that are large, or asked for: sharded along their output features (embeddings along their
     rows), with a gather or reduction at their output."""
@@ -215,8 +219,9 @@ def _gathered_layers(
     gathers: list[CollectiveSite] = []
     lookups: list[CollectiveSite] = []
     largest = max((w.numel for w in graph.parameters if w.name in sharded_parameters), default=graph.total_numel)
-    for call in graph.dataflow.modules:
-        if call.kind not in ("linear", "embedding"):
+    flow = graph.dataflow
+    for call in flow.modules:
+        if call.kind not in ("linear", "embedding") or call.module in axis.ungathered_layers:
             continue
         weight, bias = _layer_parameters(graph, call)
         if weight is None or weight.name in sharded_parameters or not _is_worth_gather(graph, call, weight, placements, largest):
@@ -224,12 +229,13 @@ def _gathered_layers(
         if not all(_reads_as_layer(graph, i) for i in graph.consumers.get(weight.value, [])):
             continue  # other code reads it too, and would read a shard
         dim = _feature_dim(graph, call, weight)
-        size = graph.dataflow.values[weight.value].shape[dim]
-        if size < tp_degree:
+        size = flow.values[weight.value].shape[dim]
+        if size < axis.degree:
             continue
         tied = dims.get(weight.name)  # the same matrix in another layer
         sharded = tied or ShardedDim(f"{weight.name}:{dim}", size, (ParameterShard(weight.name, dim),))
-        biases = (ParameterShard(bias.name, 0),) if bias is not None else ()
+        has_bias = bias is not None and call.kind == "linear" and flow.values[bias.value].shape == (size,)
+        biases = (ParameterShard(bias.name, 0),) if bias is not None and has_bias else ()
         dims[weight.name] = replace(sharded, parameter_shards=tuple(dict.fromkeys((*sharded.parameter_shards, *biases))))
         site = replace(site_builder.at_output(call), logical_dim=dims[weight.name].name)
         (lookups if call.kind == "embedding" else gathers).append(site)
@@ -287,14 +293,14 @@ def _size_rewrites(graph: DataflowGraph, dim_names: Mapping[int, str]) -> list[S
 
 
 def _sizes_computed_from(graph: DataflowGraph, dim_names: Mapping[int, str]) -> Iterator[tuple[int, str]]:
-    """(sharded logical dim, module) where a module's code reads the size of a tensor dim of which it is a factor, and splits that dim by a view with
-    an open size: what the code computes from a rank's size, such as the width of a head, would give another shape without an error."""
+    """(sharded logical dim, module) where a module's code reads the size of a tensor dim of which it is a factor, and splits that dim by a view:
+    what the code computes from a rank's size, such as the width of a head, would be another number."""
     flow = graph.dataflow
     reads: set[tuple[int, str]] = set()
     for read in flow.size_reads:
         factors, call = flow.values[read.value].logical_dims[read.dim], graph.innermost_call.get(read.before_operation)
         reads |= {(logical_dim, call.module) for logical_dim in factors if len(factors) > 1 and call is not None and logical_dim in dim_names}
-    for op in (o for o in flow.operations if o.call_index >= 0 and -1 in flow.sized_calls[o.call_index].sizes):
+    for op in (o for o in flow.operations if o.call_index >= 0):
         split = {dims[0] for dims in flow.values[op.outputs[0]].logical_dims if len(dims) == 1}
         whole = {s for dims in flow.values[op.inputs[0]].logical_dims if len(dims) > 1 for s in dims}
         yield from sorted((s, op.module) for s in split & whole if (s, op.module) in reads)
