@@ -62,6 +62,9 @@ class DataParallel(Protocol):
     def accumulate(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates gradients and sends nothing, if there is a buffer to accumulate full gradients in."""
 
+    def before_backward(self, loss: Tensor) -> None:
+        """Announce the backward of a loss that need not be one of the model's outputs: a sum in place of the mean that the model returned."""
+
     def finish(self) -> None:
         """Make gradients final. Calling it again does nothing."""
 

@@ -172,6 +172,9 @@ class GradientBuckets:
 
     # -- after backward --
 
+    def before_backward(self, loss: Tensor) -> None:
+        """Do nothing: every rank has whole parameters."""
+
     def finish(self) -> None:
         """Reduce unsent buckets and wait. Runs by itself at the end of each backward; calling it again does nothing."""
         if not self._sync_enabled:

@@ -450,7 +450,8 @@ def _meta_tensor(meta: _TensorMeta) -> Tensor:
 
 def _meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model's structure whose parameters and buffers have shapes only."""
-    memo: dict[int, Any] = {}
+    computed = (v for m in model.modules() for v in vars(m).values() if torch.is_tensor(v) and not v.is_leaf)
+    memo: dict[int, Any] = {id(tensor): tensor.detach() for tensor in computed}  # what modules keep of an earlier pass cannot be copied
     for tensor in [*model.parameters(), *model.buffers()]:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

@@ -123,6 +123,8 @@ class Session:
         loss = self._weighted_loss(micro_batch, global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)
         if is_last:
             loss_reducer.start_all_reduce()  # overlaps with backward
+        if self.applied.gradient_sync is not None:
+            self.applied.gradient_sync.before_backward(loss)
         with nullcontext() if is_last else self.applied.accumulate():
             loss.backward()
 

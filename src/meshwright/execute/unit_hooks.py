@@ -86,16 +86,16 @@ class UnitHooks:
 
     def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
         if _runs_backward():  # recompute: the unit's own backward is next
-            self._pre_backward(unit)
+            self.before_backward(unit)
             return
         for tensor in pytree.tree_leaves(output) if torch.is_grad_enabled() else ():
             if torch.is_tensor(tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._pre_backward(unit))
+                tensor.register_hook(lambda _: self.before_backward(unit))
         unit.reshard()
 
     # -- backward --
 
-    def _pre_backward(self, unit: ShardedUnit) -> None:
+    def before_backward(self, unit: ShardedUnit) -> None:
         self._start_backward()
         if unit.last_backward_id == self._backward_id:
             return  # its backward is over; the hook is on a tensor that the unit passed through

@@ -26,7 +26,7 @@ from meshwright.execute.data_parallel import Reduction, check_shardable, full_gr
 from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
 from meshwright.execute.memory_runtime import low_precision_dtype, storage_bytes
 from meshwright.execute.process_groups import ProcessGroups
-from meshwright.execute.sharded_unit import ShardedUnit, link_units, make_units
+from meshwright.execute.sharded_unit import ROOT, ShardedUnit, link_units, make_units
 from meshwright.execute.unit_hooks import ReduceScatterQueue, UnitHooks
 from meshwright.schedule.buckets import ParamReplication
 
@@ -45,23 +45,29 @@ class FullyShardedUnits:
         self.groups = groups
         self._scatters = ReduceScatterQueue(groups, max_in_flight=1 if "scatters" in plan.sync.overlap else 0)
         self._unit_of: dict[int, tuple[ShardedUnit, FlatBuffer]] = {}  # by a parameter's id
-        hooks, units = UnitHooks(groups.shard, self._scatters, compute_dtype), []
+        self._hooks, units = UnitHooks(groups.shard, self._scatters, compute_dtype), []
         for unit, module in make_units(model, plan, groups, factory, tied_params):
             units.append(unit)
-            hooks.attach(unit, module)
+            self._hooks.attach(unit, module)
             self._unit_of.update({id(p): (unit, flat) for flat in unit.flat_buffers for p in flat.params})
         if "gathers" in plan.sync.overlap and groups.pp.size == 1:
             link_units(units)
+        self._root = next((unit for unit in units if unit.name == ROOT), None)
         self._flat_buffers = [flat for unit in units for flat in unit.flat_buffers]
         self.buckets = [flat for flat in self._flat_buffers if flat.optimizer_shards]
         for index, group in enumerate(optimizer.param_groups):
             shards = [shard.param for flat in self.buckets for shard in flat.optimizer_shards if shard.param_group == index]
             group["params"] = shards + [p for p in group["params"] if id(p) not in self._unit_of]
         optimizer.register_step_pre_hook(lambda *_: self.finish())
-        optimizer.register_step_post_hook(lambda *_: hooks.discard_prefetched())
+        optimizer.register_step_post_hook(lambda *_: self._hooks.discard_prefetched())
 
     def set_reduction(self, reduction: Callable[[], Reduction]) -> None:
         self._scatters.reduction = reduction
+
+    def before_backward(self, loss: Tensor) -> None:
+        if self._root is not None and loss.requires_grad:
+            root = self._root
+            loss.register_hook(lambda _: self._hooks.before_backward(root))
 
     def finish(self) -> None:
         """Do nothing: gradients are final when a backward ends."""
