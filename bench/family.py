@@ -35,7 +35,9 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def output_loss(model: nn.Module, batch: Any) -> Tensor:
     """The mean squared distance of a model's first floating-point output from a wave: from zero, a norm at the end would make it constant."""
-    return distance_from_wave(first_tensor(model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)))
+    return distance_from_wave(
+        first_tensor(model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch))
+    )
 
 
 def distance_from_wave(output: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from family import BATCH, IMAGE, SEQ, VOCAB, Loss, distance_from_wave, first_tensor, output_loss, own_loss
-from family_shrink import TOKENS
+from family_shrink import TOKENS, is_config
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def _attempts(model: nn.Module) -> Iterator[Attempt]:
 def packed_loss(model: nn.Module, batch: Any) -> Tensor:
     """For models that want the patches of all images in one dim: samples are laid end to end here, so a batch can be split by samples."""
     output = first_tensor(model(**{name: value.flatten(0, 1) for name, value in batch.items()}))
+    output = output[0] if output.shape[0] == 1 else output
     return distance_from_wave(output.unflatten(0, (len(next(iter(batch.values()))), -1)))
 
 
@@ -58,7 +59,7 @@ def make_batch(model: nn.Module, config: Any, head: str, attempt: Attempt, extra
     accepted = inspect.signature(model.forward).parameters
     makers = _makers(config, attempt.layout)
     if "grid_thw" in accepted:
-        return _packed(config, accepted), packed_loss
+        return _packed(config, accepted, attempt.layout), packed_loss
     main = getattr(model, "main_input_name", "input_ids")
     main = main if main in accepted else next((name for name in accepted if name in makers), main)
     wanted = [main] + [n for n, p in accepted.items() if n != main and (p.default is inspect.Parameter.empty or (attempt.everything and n in _USUAL))]
@@ -78,13 +79,15 @@ def make_batch(model: nn.Module, config: Any, head: str, attempt: Attempt, extra
 
 
 # Optional inputs that are given where the main input alone does not run.
-_USUAL = {"input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids", "bbox", "attention_mask", "past_values", "token_type_ids"}
+_USUAL = {"input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids", "bbox", "attention_mask", "past_values", "token_type_ids",
+          "input_features_mask"}  # fmt: skip
 
 
 def _makers(config: Any, layout: int) -> dict[str, Callable[[], Tensor]]:
     generator = torch.Generator().manual_seed(1)
     text = getattr(config, "text_config", None) or getattr(config, "decoder", None) or config
-    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    parts = (getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))
+    vision = next((part for part in parts if is_config(part)), config)
     audio = getattr(config, "audio_config", None) or getattr(config, "speech_config", None) or getattr(config, "encoder_config", None) or config
 
     def ids() -> Tensor:
@@ -95,16 +98,18 @@ def _makers(config: Any, layout: int) -> dict[str, Callable[[], Tensor]]:
         size = getattr(vision, "image_size", None) or getattr(config, "image_size", None) or IMAGE
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-        frames = getattr(vision, "num_frames", None) or getattr(vision, "frames_per_clip", None) or 2
+        images = getattr(vision, "num_frames", None) or getattr(vision, "frames_per_clip", None) or 2
         video = "video" in type(config).__name__.lower() or hasattr(vision, "num_frames") or hasattr(vision, "frames_per_clip")
-        outer = ((frames,), (), (1,)) if video else ((), (2,), (1,))
+        outer = ((images,), (), (1,)) if video else ((), (2,), (1,))
         return torch.randn(BATCH, *outer[layout], channels, height, width, generator=generator)
+
+    def frames() -> int:
+        return 2 * (getattr(audio, "max_source_positions", None) or 32)
 
     def features() -> Tensor:
         names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim", "feature_projection_input_dim", "input_feat_size")
         bins = next((v for v in (getattr(audio, n, None) for n in names) if isinstance(v, int)), 80)
-        frames = 2 * (getattr(audio, "max_source_positions", None) or 32)
-        shapes = ((bins, frames), (frames, bins), (1, frames, bins))
+        shapes = ((bins, frames()), (frames(), bins), (1, frames(), bins))
         return torch.randn(BATCH, *shapes[layout], generator=generator)
 
     def sound() -> Tensor:
@@ -122,6 +127,10 @@ def _makers(config: Any, layout: int) -> dict[str, Callable[[], Tensor]]:
         **dict.fromkeys(("input_features", "audio_mel"), features),
         **dict.fromkeys(("input_values", "audio_values"), sound),
         **dict.fromkeys(("attention_mask",), lambda: torch.ones(BATCH, SEQ, dtype=torch.long)),
+        "input_features_mask": lambda: torch.ones(BATCH, frames(), dtype=torch.long),
+        "audio_mel_mask": lambda: torch.zeros(BATCH, frames(), dtype=torch.bool),
+        "spatial_shapes": lambda: torch.full((BATCH, 2), 4),
+        "pixel_attention_mask": lambda: torch.ones(BATCH, 16, dtype=torch.long),
         "token_type_ids": lambda: torch.zeros(BATCH, SEQ, dtype=torch.long),
         "bbox": lambda: torch.zeros(BATCH, SEQ, 4, dtype=torch.long),
         "past_values": series,
@@ -129,14 +138,15 @@ def _makers(config: Any, layout: int) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def _packed(config: Any, accepted: Any) -> dict[str, Tensor]:
+def _packed(config: Any, accepted: Any, layout: int) -> dict[str, Tensor]:
     """One image of 4 × 4 patches for each sample; `packed_loss` lays them end to end."""
     vision = getattr(config, "vision_config", None) or config
     patch = getattr(vision, "patch_size", None) or 14
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or getattr(vision, "in_chans", None) or 3
     length = channels * patch**2 * (getattr(vision, "temporal_patch_size", None) or 1)
+    shape = ((length,), (2 * length,), (channels, patch, patch))[layout]
     name = next(n for n in ("hidden_states", "pixel_values") if n in accepted)
-    batch = {name: torch.randn(BATCH, 16, length, generator=torch.Generator().manual_seed(1)), "grid_thw": torch.tensor([[[1, 4, 4]]] * BATCH)}
+    batch = {name: torch.randn(BATCH, 16, *shape, generator=torch.Generator().manual_seed(1)), "grid_thw": torch.tensor([[[1, 4, 4]]] * BATCH)}
     if "merge_sizes" in accepted:
         batch["merge_sizes"] = torch.ones(BATCH, 1, dtype=torch.long)
     return batch

@@ -11,52 +11,77 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from family import HEADS, IMAGE, VOCAB, WIDTH
+from family import HEADS, IMAGE, SEQ, VOCAB, WIDTH
 
 TOKENS = 32  # special tokens have smaller ids, text has larger ones
 HEAD_DIM = WIDTH // HEADS
+ROTARY_DIM = 4  # of heads of which only a part has rotary positions
 _MAX_LAYER_KINDS = 4
 
 
 def shrink(config: Any, overrides: dict[str, Any]) -> Any:
     """The configuration made anew with small sizes; parts of a configuration likewise. `overrides` names fields, `part.field` within parts."""
-    kind = type(config)
-    given = {name: value for name, value in overrides.items() if "." not in name}
-    default = _default(kind)
-    layers = _sample_layers(config)
+    kind, values = type(config), vars(config)
+    default, layers = _default(kind), _sample_layers(values)
+    factor = min((_factor(value) for name, value in values.items() if _is_widths(name, value)), default=1)
     arguments: dict[str, Any] = {}
-    for name, is_open in _fields(kind).items():
-        value = getattr(config, name, None)
+    for name, is_open in _arguments(kind, values, default).items():
+        value = values[name]
         if is_config(value):
-            inner = {n.partition(".")[2]: v for n, v in overrides.items() if n.startswith(f"{name}.")}
-            arguments[name] = given[name] if name in given else shrink(value, inner)
-        elif layers is not None and isinstance(value, (list, tuple)) and len(value) == getattr(config, layers.field):
-            picked = [value[i] for i in layers.indices]
-            arguments[name] = [small_value(name, v) for v in picked]
+            arguments[name] = shrink(value, {n.partition(".")[2]: v for n, v in overrides.items() if n.startswith(f"{name}.")})
+        elif value is None and name in _FILLED:
+            arguments[name] = _FILLED[name]
         elif layers is not None and name == layers.field:
             arguments[name] = len(layers.indices)
-        elif not is_open or value != getattr(default, name, None):
-            arguments[name] = small_value(name, value)
+        elif layers is not None and isinstance(value, (list, tuple)) and len(value) == layers.count:
+            arguments[name] = [small_value(name, value[i]) for i in layers.indices]
+        elif not is_open or value != default.get(name):
+            arguments[name] = (
+                HEADS if _one_for_each_head(name, values) else _narrow(value, factor) if _is_widths(name, value) else small_value(name, value)
+            )
+    if values.get("qk_rope_head_dim") and "head_dim" in arguments:
+        arguments["head_dim"] = ROTARY_DIM
+    arguments |= _outputs(values, default, arguments)
     if "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ()):
-        arguments["rope_parameters"] = _small_mrope(config, arguments)
-    return kind(**(arguments | given))
+        arguments["rope_parameters"] = _small_mrope(values.get("rope_parameters") or {}, values, arguments)
+    return kind(**(arguments | {name: value for name, value in overrides.items() if "." not in name}))
+
+
+# Fields that some configurations leave empty although their models need them.
+_FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts_per_tok": 2, "prediction_length": 8, "pad_token_id": 0}
 
 
 def is_config(value: Any) -> bool:
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
 
 
-def _default(kind: type) -> Any:
+def _default(kind: type) -> dict[str, Any]:
     try:
-        return kind()
-    except Exception:
-        return None
+        return vars(kind())
+    except Exception:  # a part that only exists inside another configuration
+        return {}
 
 
-def _fields(kind: type) -> dict[str, bool]:
+def _arguments(kind: Any, values: dict[str, Any], default: dict[str, Any]) -> dict[str, bool]:
     """Each argument of the constructor, and whether the configuration computes it where it is not given."""
-    fields = {f.name: f.default is None for f in dataclasses.fields(kind) if f.init}
-    return {name: is_open for name, is_open in fields.items() if not name.startswith("_") and name not in _NOT_SIZES}
+    names = {field.name: field.default is None for field in dataclasses.fields(kind) if field.init}
+    names |= {name: False for name in values if name not in names and name not in default}  # given beside the declared ones
+    return {name: is_open for name, is_open in names.items() if name in values and not name.startswith("_") and name not in _NOT_SIZES}
+
+
+def _outputs(values: dict[str, Any], default: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The stages whose outputs a backbone returns; a backbone whose stages are its layers has a layer for each."""
+    names = values.get("_out_features")
+    if not names or names == default.get("_out_features"):
+        return {}
+    if isinstance(arguments.get("num_hidden_layers"), int):
+        return {"num_hidden_layers": max(len(names), 2), "out_features": [f"stage{i + 1}" for i in range(len(names))]}
+    return {"out_features": names}
+
+
+def _one_for_each_head(name: str, values: dict[str, Any]) -> bool:
+    """Whether keys and values have as many heads as queries."""
+    return name == "num_key_value_heads" and values[name] == values.get("num_attention_heads", 0)
 
 
 _NOT_SIZES = {"id2label", "label2id", "num_labels", "dtype", "architectures", "transformers_version", "output_hidden_states", "return_dict"}
@@ -67,16 +92,17 @@ class _Layers:
     """The layers that a small model keeps, and the field that counts them."""
 
     field: str
+    count: int
     indices: list[int]
 
 
-def _sample_layers(config: Any) -> _Layers | None:
+def _sample_layers(values: dict[str, Any]) -> _Layers | None:
     """One layer of each kind, at least two, where a configuration lists what each layer is."""
     for field in ("num_hidden_layers", "n_layer", "num_layers"):
-        count = getattr(config, field, None)
+        count = values.get(field)
         if not isinstance(count, int) or count <= _MAX_LAYER_KINDS:
             continue
-        lists = [v for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == count]
+        lists = [v for v in values.values() if isinstance(v, (list, tuple)) and len(v) == count]
         if not lists:
             return None
         kinds: dict[str, int] = {}
@@ -84,7 +110,7 @@ def _sample_layers(config: Any) -> _Layers | None:
             kinds.setdefault(str([v[index] for v in lists]), index)
         indices = list(kinds.values())[:_MAX_LAYER_KINDS]
         indices += [i for i in range(count) if i not in indices][: max(2 - len(indices), 0)]
-        return _Layers(field, sorted(indices))
+        return _Layers(field, count, sorted(indices))
     return None
 
 
@@ -124,13 +150,18 @@ _RULES: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
         (r"drop", lambda value: 0),
         (r"key_value_heads|num_kv_heads?$|n_head_kv|kv_heads", lambda value: value if value <= 2 else 2),
         (r"num_attention_heads|n_heads?$|num_heads|_attention_heads$|n_head|_num_heads", _most(HEADS)),
+        (r"index_topk", _most(SEQ)),
         (r"num_experts_per_tok|top_k$|topk$|moe_k|num_selected", _most(2)),
         (r"num_experts|n_routed_experts|num_local_experts|n_experts|^num_expert", _most(4)),
         (r"lora_rank|_rank$", _most(16)),
         (r"^(n_groups|mamba_n_groups|n_group|topk_group)$", _most(1)),
-        (r"^window_size$", _most(4)),
+        (r"^window_size$", lambda value: min(value, 2) if value <= 64 else 32),  # in patches, or in pixels
+        (r"num_queries$", _most(8)),
+        (r"context_size$|n_window", _most(32)),
+        (r"num_pos_feats", _most(WIDTH // 2)),
+        (r"groups$", _over(WIDTH, WIDTH)),
         (r"^(mamba_d_head|mamba_head_dim|mamba_headdim)$", _most(16)),
-        (r"^(qk_rope_head_dim|rotary_dim|index_head_dim)$", _most(4)),
+        (r"^(qk_rope_head_dim|rotary_dim|index_head_dim)$", _most(ROTARY_DIM)),
         (r"^qk_head_dim$", _most(HEAD_DIM + 4)),
         (r"(head_dim|head_size|d_head|^d_kv|kv_channels|key_dim)$", _most(HEAD_DIM)),
         (r"intermediate|inner|ffn|mlp|feed_forward|feedforward|d_ff|fc_dim", _over(64, 2 * WIDTH)),
@@ -156,15 +187,28 @@ def _small_list(name: str, value: Any) -> Any:
         return make(IMAGE for _ in value)
     if re.search(r"num_(attention_)?heads|n_heads", name):
         return make(min(v, 2) for v in value)
-    if re.search(r"hidden_size|embed_dim|width|dim|channels", name) and max(value) > 64:
-        factor = max(min(v for v in value if v) // 32, 1)
-        return make(max(v // factor, 1) for v in value)
-    return value
+    return _narrow(value, _factor(value)) if _is_widths(name, value) else value
 
 
-def _small_mrope(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions in three sections, which fill half of a head."""
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
+def _is_widths(name: str, value: Any) -> bool:
+    """Whether this is a list of widths, of one for each stage."""
+    numbers = isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value)
+    return bool(numbers and re.search(r"hidden_size|embed_dim|width|dim|channels", name) and max(value) > 64)
+
+
+def _factor(widths: Any) -> int:
+    """How much narrower a list becomes; all lists of a configuration by the same, so that those that agree still do."""
+    return max(min(v for v in widths if v) // WIDTH, 1)
+
+
+def _narrow(widths: Any, factor: int) -> Any:
+    return type(widths)(max(v // factor, 1) for v in widths)
+
+
+def _small_mrope(rope: dict[str, Any], values: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions in three sections, which fill half of a head; for each kind of layer where kinds differ."""
+    if rope and all(isinstance(value, dict) for value in rope.values()):
+        return {kind: _small_mrope(value, values, arguments) for kind, value in rope.items()}
+    part = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     half = int((arguments.get("head_dim") or HEAD_DIM) * part) // 2
-    return {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    return {**rope, "mrope_section": [half // 3, half // 3, half - 2 * (half // 3)]}

@@ -71,7 +71,4 @@ def build_class(model_type: str, head: str, name: str) -> Built:
 
 def _part_for(kind: Any, config: Any) -> Any:
     """The part of a configuration that a class wants: a text model inside a model of images and text."""
-    parts = [value for value in vars(config).values() if isinstance(value, kind.config_class)]
-    if not parts:
-        raise ValueError(f"{kind.__name__} wants {kind.config_class.__name__}")
-    return parts[0]
+    return next((value for value in vars(config).values() if isinstance(value, kind.config_class)), config)

@@ -10,6 +10,7 @@ import torch
 
 from family import Built, Family, class_loss, image_batch, one_line, output_loss
 
+
 def define_missing_operators() -> None:
     """torchvision's wheel for CUDA does not load its operators beside a CPU build of torch; its models can be imported if their schemas exist."""
     try:
@@ -99,5 +100,3 @@ def _build_segmentation(name: str) -> Built:
 
     images, _ = image_batch(64)
     return models.get_model(name, weights=None, weights_backbone=None, num_classes=5), images, output_loss
-
-
