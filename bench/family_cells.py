@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import meshwright as mw
-from family_models import BATCH, Family, Loss, all_families, build
+from family import BATCH, Family, Loss
+from family_models import all_families, build
 from meshwright.core.errors import RequestError
 from meshwright.core.sample_coupling import describe_inexactness
 

@@ -38,7 +38,56 @@ def runnable_batch(model: nn.Module, config: Any, head: str, extra: dict[str, tu
         except Exception as error:
             first = first or error
     assert first is not None
+    try:  # a model that runs with images only
+        return batch_with_images(model, config, extra)
+    except Exception:
+        raise first from None
+
+
+def batch_with_images(model: nn.Module, config: Any, extra: dict[str, Any]) -> tuple[dict[str, Tensor], Loss]:
+    """Text after the tokens of an image, as many as the model wants: it says that numbers do not match until they do."""
+    first: Exception | None = None
+    for layout in range(3):
+        for count in range(1, _MOST_IMAGE_TOKENS + 1):
+            try:
+                batch = _images_in_text(model, config, layout, count) | {name: _tensor(value) for name, value in extra.items() if name != "input_ids"}
+                if not torch.isfinite(text_and_images_loss(model, batch)):
+                    raise ValueError("the loss is not finite")
+                return batch, text_and_images_loss
+            except Exception as error:
+                first = first or error
+                if "do not match" not in str(error):
+                    break
+    assert first is not None
     raise first
+
+
+_MOST_IMAGE_TOKENS = 36
+
+
+def _images_in_text(model: nn.Module, config: Any, layout: int, count: int) -> dict[str, Tensor]:
+    accepted = inspect.signature(model.forward).parameters
+    makers = _makers(config, layout)
+    names = ("image_token_id", "image_token_index", "video_token_index", "media_placeholder_token_id")
+    token = next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)
+    if token is None or "pixel_values" not in accepted:
+        raise ValueError("no token stands for an image")
+    ids = torch.cat([torch.full((BATCH, count), token), makers["input_ids"]()], 1)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if "image_grid_thw" in accepted:
+        packed = _packed(config, {"pixel_values"}, layout)
+        batch |= {"pixel_values": packed["pixel_values"], "image_grid_thw": packed["grid_thw"]}
+    else:
+        batch["pixel_values"] = makers["pixel_values"]()
+    if "mm_token_type_ids" in accepted:
+        batch["mm_token_type_ids"] = (ids == token).long()
+    return batch
+
+
+def text_and_images_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The model's own loss; patches are laid end to end where it wants those of all images in one dim."""
+    packed = {name: batch[name].flatten(0, 1) for name in ("pixel_values", "image_grid_thw") if "image_grid_thw" in batch}
+    return own_loss(model, {**batch, **packed})
 
 
 def _attempts(model: nn.Module) -> Iterator[Attempt]:
@@ -61,12 +110,12 @@ def make_batch(model: nn.Module, config: Any, head: str, attempt: Attempt, extra
     if "grid_thw" in accepted:
         return _packed(config, accepted, attempt.layout), packed_loss
     main = getattr(model, "main_input_name", "input_ids")
-    main = main if main in accepted else next((name for name in accepted if name in makers), main)
+    main = main if isinstance(main, str) and main in accepted else next((name for name in accepted if name in makers), main)
     wanted = [main] + [n for n, p in accepted.items() if n != main and (p.default is inspect.Parameter.empty or (attempt.everything and n in _USUAL))]
     names = [n for n in wanted if accepted.get(n) is None or accepted[n].kind is not inspect.Parameter.VAR_KEYWORD]
     batch = {n: makers[n]() for n in names if n in makers and n not in extra}
     for name, value in extra.items():
-        batch[name] = value if isinstance(value, Tensor) else torch.randn(value, generator=torch.Generator().manual_seed(2))
+        batch[name] = _tensor(value)
     if not batch:
         raise ValueError(f"nobody knows what {main} is")
     if not attempt.labels or "labels" in batch:
@@ -76,6 +125,10 @@ def make_batch(model: nn.Module, config: Any, head: str, attempt: Attempt, extra
     if "CLASSIFICATION" in head:
         return {**batch, "labels": torch.arange(BATCH) % 2}, own_loss
     return {**batch, "labels": batch["input_ids"].clone() if "input_ids" in batch else makers["labels"]()}, own_loss
+
+
+def _tensor(value: Tensor | tuple[int, ...]) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.randn(value, generator=torch.Generator().manual_seed(2))
 
 
 # Optional inputs that are given where the main input alone does not run.

@@ -48,7 +48,7 @@ def shrink(config: Any, overrides: dict[str, Any]) -> Any:
 
 
 # Fields that some configurations leave empty although their models need them.
-_FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts_per_tok": 2, "prediction_length": 8, "pad_token_id": 0}
+_FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts_per_tok": 2, "n_routed_experts": 4, "prediction_length": 8, "pad_token_id": 0}
 
 
 def is_config(value: Any) -> bool:
@@ -158,8 +158,9 @@ _RULES: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
         (r"^window_size$", lambda value: min(value, 2) if value <= 64 else 32),  # in patches, or in pixels
         (r"num_queries$", _most(8)),
         (r"context_size$|n_window", _most(32)),
+        (r"tokens_per_image$", _most(4)),
         (r"num_pos_feats", _most(WIDTH // 2)),
-        (r"groups$", _over(WIDTH, WIDTH)),
+        (r"groups$", _most(HEADS)),
         (r"^(mamba_d_head|mamba_head_dim|mamba_headdim)$", _most(16)),
         (r"^(qk_rope_head_dim|rotary_dim|index_head_dim)$", _most(ROTARY_DIM)),
         (r"^qk_head_dim$", _most(HEAD_DIM + 4)),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from family import MAX_PARAMETERS, Built, Family, one_line
-from family_inputs import runnable_batch
+from family_inputs import batch_with_images, runnable_batch
 from family_overrides import FIELDS, INPUTS
 from family_shrink import shrink
 
@@ -21,8 +21,14 @@ _HEADS = (
 
 
 def transformers_families() -> list[Family]:
+    """Every model type; those of images and text once with text alone and once with both."""
     classes = _classes()
-    return [Family("transformers", t, lambda t=t: _build(t, classes[t])) for t in sorted(classes)]  # type: ignore[misc]
+    found = [Family("transformers", t, lambda t=t: _build(t, classes[t])) for t in sorted(classes)]  # type: ignore[misc]
+    for model_type, names in sorted(classes.items()):
+        both = [(head, name) for head, name in names if head == "IMAGE_TEXT_TO_TEXT"]
+        if both:
+            found.append(Family("transformers", f"{model_type}+images", lambda t=model_type, both=both: _build(t, both, images=True)))  # type: ignore[misc]
+    return found
 
 
 def _classes() -> dict[str, list[tuple[str, str]]]:
@@ -40,19 +46,19 @@ def _classes() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _build(model_type: str, classes: list[tuple[str, str]]) -> Built:
+def _build(model_type: str, classes: list[tuple[str, str]], images: bool = False) -> Built:
     errors: dict[str, str] = {}
     for head, name in classes:
         if name in errors:
             continue
         try:
-            return build_class(model_type, head, name)
+            return build_class(model_type, head, name, images)
         except Exception as error:
             errors[name] = one_line(error)
     raise ValueError("; ".join(f"{name}: {error}" for name, error in errors.items()))
 
 
-def build_class(model_type: str, head: str, name: str) -> Built:
+def build_class(model_type: str, head: str, name: str, images: bool) -> Built:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -65,7 +71,8 @@ def build_class(model_type: str, head: str, name: str) -> Built:
         raise ValueError(f"too large after shrinking: {count:,} parameters")
     torch.manual_seed(0)
     model = kind(config).float().train()
-    batch, loss = runnable_batch(model, config, head, INPUTS.get(model_type, {}))
+    extra = INPUTS.get(model_type, {})
+    batch, loss = batch_with_images(model, config, extra) if images else runnable_batch(model, config, head, extra)
     return model, batch, loss
 
 
