@@ -91,14 +91,12 @@ def _unets() -> dict[str, Case]:
     image = {"sample": _LATENT, **_CONDITION}
     control = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "conditioning_embedding_out_channels": (8, 16)}
     temporal = {"block_out_channels": (32, 64), "layers_per_block": 1, "num_attention_heads": (2, 4), "addition_time_embed_dim": 8}
-    motion = {**_both_ways("DownBlockMotion", "CrossAttnDownBlockMotion", "CrossAttnUpBlockMotion", "UpBlockMotion"), "motion_num_attention_heads": 2}
-    motion |= {"num_attention_heads": 2, "sample_size": 8}
     svd = "SpatioTemporal"
     temporal |= _both_ways(f"DownBlock{svd}", f"CrossAttnDownBlock{svd}", f"CrossAttnUpBlock{svd}", f"UpBlock{svd}")
     cascade = {"block_out_channels": (32, 32), "num_attention_heads": (2, 2), "down_num_layers_per_block": (1, 1), "up_num_layers_per_block": (1, 1)}
     cascade |= {"clip_text_pooled_in_channels": WIDTH, "clip_text_in_channels": WIDTH, "clip_image_in_channels": WIDTH, "dropout": (0.0, 0.0)}
-    unet_1d = {"sample_size": 64, "block_out_channels": (16, 32), "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D")}
-    unet_1d |= {"up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"), "extra_in_channels": 32}
+    unet_1d = {"sample_size": 64, "block_out_channels": (32, 64), "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D")}
+    unet_1d |= {"up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"), "extra_in_channels": 64}
     return {
         "unet1d": Case("UNet1DModel", unet_1d, {"sample": (BATCH, 2, 64), **_TIME}),
         "unet2d": Case(
@@ -109,7 +107,6 @@ def _unets() -> dict[str, Case]:
         ),
         "unet2d_condition": Case("UNet2DConditionModel", {**conditioned, **cross, "attention_head_dim": 4, "sample_size": 8}, image),
         "unet3d": Case("UNet3DConditionModel", {**conditioned, **cross_3d, "attention_head_dim": 4, "sample_size": 8}, {**image, "sample": _VIDEO}),
-        "unet_motion": Case("UNetMotionModel", {**conditioned, **motion}, {**image, "sample": _VIDEO}),
         "unet_spatio_temporal": Case(
             "UNetSpatioTemporalConditionModel",
             {**temporal, "cross_attention_dim": WIDTH, "projection_class_embeddings_input_dim": 24, "sample_size": 8, "num_frames": 2},
@@ -121,22 +118,17 @@ def _unets() -> dict[str, Case]:
             {**conditioned, **cross_3d, "attention_head_dim": 4, "num_attention_heads": 2, "sample_size": 8},
             {**image, "sample": _VIDEO, "fps": (BATCH,), "image_latents": _VIDEO, "image_embeddings": (BATCH, WIDTH)},
         ),
-        "kandinsky3": Case(
-            "Kandinsky3UNet",
-            {"time_embedding_dim": WIDTH, "groups": 4, "attention_head_dim": 8, "layers_per_block": 1, "block_out_channels": (32, 64),
-             "cross_attention_dim": WIDTH, "encoder_hid_dim": WIDTH},
-            image | {"encoder_attention_mask": (BATCH, SEQ)},
-        ),
         "audioldm2": Case("AudioLDM2UNet2DConditionModel", {**conditioned, **cross, "attention_head_dim": 4, "sample_size": 8}, image),
         "stable_cascade": Case(
             "StableCascadeUNet",
             {**cascade, "conditioning_dim": WIDTH},
-            {"sample": _WIDE_LATENT, "timestep_ratio": (BATCH,), "clip_text_pooled": (BATCH, 1, WIDTH), "clip_text": _TEXT, "clip_img": (BATCH, 1, WIDTH)},
+            {"sample": _WIDE_LATENT, "timestep_ratio": (BATCH,), "clip_text_pooled": (BATCH, 1, WIDTH), "clip_text": _TEXT,
+             "clip_img": (BATCH, 1, WIDTH)},
         ),
         "uvit2d": Case(
             "UVit2DModel",
-            {"vocab_size": 40, "codebook_size": 32, "block_out_channels": 32, "in_channels": 32, "micro_cond_encode_dim": 8, "micro_cond_embed_dim": 40,
-             "num_res_blocks": 1, "sample_size": 8, "block_num_heads": 2},
+            {"vocab_size": 40, "codebook_size": 32, "block_out_channels": 32, "in_channels": 32, "micro_cond_encode_dim": 8,
+             "micro_cond_embed_dim": 40, "num_res_blocks": 1, "sample_size": 8, "block_num_heads": 2},
             {"input_ids": (BATCH, 8, 8), "encoder_hidden_states": _TEXT, "pooled_text_emb": (BATCH, WIDTH), "micro_conds": (BATCH, 5)},
         ),
     }  # fmt: skip
@@ -152,7 +144,7 @@ def _image_transformers() -> dict[str, Case]:
     sd3 = {**heads, "in_channels": 4, "out_channels": 4, "sample_size": 8, "joint_attention_dim": WIDTH, "caption_projection_dim": WIDTH}
     latent = {"hidden_states": _LATENT, **_CONDITION}
     pooled = {"pooled_projections": (BATCH, WIDTH)}
-    sizes = {name: (BATCH, 2) for name in ("original_size", "target_size", "crop_coords")}
+    sizes = dict.fromkeys(("original_size", "target_size", "crop_coords"), (BATCH, 2))
     cog = {**heads, "in_channels": 4, "out_channels": 4, "sample_size": 8, "pos_embed_max_size": 8, "condition_dim": 8}
     return {
         "transformer2d": Case("Transformer2DModel", {**heads, "in_channels": 4, "norm_num_groups": 2, "num_layers": 2, "cross_attention_dim": WIDTH},
@@ -174,7 +166,8 @@ def _image_transformers() -> dict[str, Case]:
                            {"img_shapes": [(1, 4, 4)]}),
         "aura_flow": Case("AuraFlowTransformer2DModel", {**sd3, "pos_embed_max_size": 16}, latent),
         "sana": Case("SanaTransformer2DModel",
-                     {**heads, "in_channels": 4, "out_channels": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "sample_size": 8}, latent),
+                     {**heads, "in_channels": 4, "out_channels": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16,
+                      "sample_size": 8}, latent),
         "lumina2": Case("Lumina2Transformer2DModel",
                         {"in_channels": 4, "axes_dim_rope": (4, 2, 2), "axes_lens": (32, 16, 16), "sample_size": 8, "multiple_of": 16},
                         latent | {"encoder_attention_mask": (BATCH, SEQ)}),
@@ -182,8 +175,9 @@ def _image_transformers() -> dict[str, Case]:
         "cogview4": Case("CogView4Transformer2DModel", {**cog, "rope_axes_dim": (8, 8)}, latent | sizes),
         "hunyuan_dit": Case("HunyuanDiT2DModel",
                             {**heads, "in_channels": 4, "patch_size": 2, "sample_size": 8, "text_len": SEQ, "text_len_t5": SEQ,
-                             "use_style_cond_and_image_meta_size": False},
-                            latent | {"text_embedding_mask": (BATCH, SEQ), "encoder_hidden_states_t5": _TEXT, "text_embedding_mask_t5": (BATCH, SEQ)},
+                             "cross_attention_dim_t5": 2048, "use_style_cond_and_image_meta_size": False},
+                            latent | {"text_embedding_mask": (BATCH, SEQ),
+                                      "encoder_hidden_states_t5": (BATCH, SEQ, 2048), "text_embedding_mask_t5": (BATCH, SEQ)},
                             {"image_rotary_emb": (torch.ones(16, 16), torch.zeros(16, 16))}),
         "prx": Case("PRXTransformer2DModel", {"in_channels": 4, "hidden_size": WIDTH, "num_heads": 2, "axes_dim": (8, 8)}, latent),
         "hunyuan_image": Case("HunyuanImageTransformer2DModel", {**heads, "in_channels": 4, "out_channels": 4, "rope_axes_dim": (8, 8)},
@@ -191,7 +185,8 @@ def _image_transformers() -> dict[str, Case]:
         "prior": Case("PriorTransformer", {"num_embeddings": SEQ, **heads},
                       {"hidden_states": (BATCH, WIDTH), **_CONDITION, "proj_embedding": (BATCH, WIDTH)}),
         "stable_audio": Case("StableAudioDiTModel",
-                             {**heads, "in_channels": 4, "out_channels": 4, "num_key_value_attention_heads": 1, "time_proj_dim": 8, "sample_size": SEQ},
+                             {**heads, "in_channels": 4, "out_channels": 4, "num_key_value_attention_heads": 1, "time_proj_dim": 8,
+                              "sample_size": SEQ},
                              {"hidden_states": (BATCH, 4, SEQ), **_CONDITION, "global_hidden_states": (BATCH, 1, WIDTH)},
                              {"rotary_embedding": (torch.ones(SEQ + 1, 8), torch.zeros(SEQ + 1, 8))}),
     }  # fmt: skip
@@ -218,10 +213,13 @@ def _video_transformers() -> dict[str, Case]:
         "skyreels2": Case("SkyReelsV2Transformer3DModel", wan, video),
         "wan_vace": Case("WanVACETransformer3DModel", {**wan, "vace_layers": [0], "vace_in_channels": 4}, video | {"control_hidden_states": _VIDEO}),
         "sana_video": Case("SanaVideoTransformer3DModel",
-                           {**heads, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "sample_size": 8, "rope_max_seq_len": 32}, video),
-        "hunyuan_video": Case("HunyuanVideoTransformer3DModel", {**heads, "rope_axes_dim": (4, 6, 6), "guidance_embeds": False}, video | mask | pooled),
+                           {**heads, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "sample_size": 8,
+                            "rope_max_seq_len": 32}, video),
+        "hunyuan_video": Case("HunyuanVideoTransformer3DModel", {**heads, "rope_axes_dim": (4, 6, 6), "guidance_embeds": False},
+                              video | mask | pooled),
         "cosmos": Case("CosmosTransformer3DModel", {**heads, "max_size": (4, 8, 8), "concat_padding_mask": False}, video),
-        "easy_animate": Case("EasyAnimateTransformer3DModel", {**heads, "patch_size": 2, "sample_width": 8, "sample_height": 8, "mmdit_layers": 2}, video),
+        "easy_animate": Case("EasyAnimateTransformer3DModel", {**heads, "patch_size": 2, "sample_width": 8, "sample_height": 8,
+                                                                       "mmdit_layers": 2}, video),
         "transformer_temporal": Case("TransformerTemporalModel", {**heads, "norm_num_groups": 2, "num_layers": 2},
                                      {"hidden_states": (BATCH, 2, 4, 8, 8)}, {"num_frames": 2}, packed=True),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +48,12 @@ def runnable_batch(model: nn.Module, config: Any, head: str, extra: dict[str, tu
 def batch_with_images(model: nn.Module, config: Any, extra: dict[str, Any]) -> tuple[dict[str, Tensor], Loss]:
     """Text after the tokens of an image, as many as the model wants: it says that numbers do not match until they do."""
     first: Exception | None = None
-    for layout in range(3):
+    for layout, sizes in itertools.product(range(3), (False, True)):
         for count in range(1, _MOST_IMAGE_TOKENS + 1):
             try:
-                batch = _images_in_text(model, config, layout, count) | {name: _tensor(value) for name, value in extra.items() if name != "input_ids"}
+                batch = _images_in_text(model, config, layout, sizes, count) | {
+                    name: _tensor(value) for name, value in extra.items() if name != "input_ids"
+                }
                 if not torch.isfinite(text_and_images_loss(model, batch)):
                     raise ValueError("the loss is not finite")
                 return batch, text_and_images_loss
@@ -63,13 +66,13 @@ def batch_with_images(model: nn.Module, config: Any, extra: dict[str, Any]) -> t
 
 
 _MOST_IMAGE_TOKENS = 36
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index", "media_placeholder_token_id")
 
 
-def _images_in_text(model: nn.Module, config: Any, layout: int, count: int) -> dict[str, Tensor]:
+def _images_in_text(model: nn.Module, config: Any, layout: int, sizes: bool, count: int) -> dict[str, Tensor]:
     accepted = inspect.signature(model.forward).parameters
     makers = _makers(config, layout)
-    names = ("image_token_id", "image_token_index", "video_token_index", "media_placeholder_token_id")
-    token = next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)
+    token = next((getattr(config, name) for name in IMAGE_TOKENS if isinstance(getattr(config, name, None), int)), None)
     if token is None or "pixel_values" not in accepted:
         raise ValueError("no token stands for an image")
     ids = torch.cat([torch.full((BATCH, count), token), makers["input_ids"]()], 1)
@@ -79,6 +82,8 @@ def _images_in_text(model: nn.Module, config: Any, layout: int, count: int) -> d
         batch |= {"pixel_values": packed["pixel_values"], "image_grid_thw": packed["grid_thw"]}
     else:
         batch["pixel_values"] = makers["pixel_values"]()
+    if sizes and "image_sizes" in accepted:
+        batch["image_sizes"] = torch.full((BATCH, 2), batch["pixel_values"].shape[-1])
     if "mm_token_type_ids" in accepted:
         batch["mm_token_type_ids"] = (ids == token).long()
     return batch
@@ -132,8 +137,10 @@ def _tensor(value: Tensor | tuple[int, ...]) -> Tensor:
 
 
 # Optional inputs that are given where the main input alone does not run.
-_USUAL = {"input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids", "bbox", "attention_mask", "past_values", "token_type_ids",
-          "input_features_mask"}  # fmt: skip
+_USUAL = {
+    "input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids", "bbox", "attention_mask", "past_values", "token_type_ids",
+    "input_features_mask",
+}  # fmt: skip
 
 
 def _makers(config: Any, layout: int) -> dict[str, Callable[[], Tensor]]:

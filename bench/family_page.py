@@ -51,8 +51,9 @@ def markdown(results: list[Result]) -> str:
     built = [r for r in results if r["built"]]
     sections = [
         "# Other people's models\n\n"
-        "Every model type of transformers, one model of each module of timm and torchvision, the models of diffusers and torch's own layers, built small from their own\n"
-        "configurations and trained for four AdamW steps on two ranks, beside the same steps in a plain loop (`python bench/families.py`).\n\n"
+        "Every model type of transformers, one model of each module of timm and torchvision, the models of diffusers and torch's own layers,\n"
+        "built small from their own configurations and trained for four AdamW steps on two ranks, beside the same steps in a plain loop\n"
+        "(`python bench/families.py`).\n\n"
         "- **equal**: losses and gradient norms are those of one device, within what rounding alone changes\n"
         "- **refused**: a line says what cannot be done and what to change\n"
         "- **inexact**: it runs, and says before it does that samples meet, so that the result is not one device's\n"
@@ -73,7 +74,9 @@ def _goals(built: list[Result]) -> str:
     for plan, name in PLANS.items():
         cells = cells_of(built, plan)
         share = sum(cell["status"] == "equal" for cell in cells) / max(len(cells), 1)
-        rows.append([name, *_summary(cells, plan)[:3], "" if not cells else "reached" if share >= GOALS[plan] else "missed", *_summary(cells, plan)[3:]])
+        rows.append(
+            [name, *_summary(cells, plan)[:3], "" if not cells else "reached" if share >= GOALS[plan] else "missed", *_summary(cells, plan)[3:]]
+        )
     return _table(["plan", "equal", "share", "goal", "", "refused", "inexact", *FAILURES, "block parameters cut"], rows)
 
 

@@ -34,11 +34,12 @@ def shrink(config: Any, overrides: dict[str, Any]) -> Any:
         elif layers is not None and name == layers.field:
             arguments[name] = len(layers.indices)
         elif layers is not None and isinstance(value, (list, tuple)) and len(value) == layers.count:
-            arguments[name] = [small_value(name, value[i]) for i in layers.indices]
+            picked = range(len(layers.indices)) if _counts_layers(value) else [value[i] for i in layers.indices]
+            arguments[name] = [small_value(name, v) for v in picked]
         elif not is_open or value != default.get(name):
-            arguments[name] = (
-                HEADS if _one_for_each_head(name, values) else _narrow(value, factor) if _is_widths(name, value) else small_value(name, value)
-            )
+            arguments[name] = _narrow(value, factor) if _is_widths(name, value) else small_value(name, value)
+    if values.get("num_key_value_heads") == values.get("num_attention_heads") and "num_key_value_heads" in arguments:
+        arguments["num_key_value_heads"] = arguments.get("num_attention_heads", HEADS)
     if values.get("qk_rope_head_dim") and "head_dim" in arguments:
         arguments["head_dim"] = ROTARY_DIM
     arguments |= _outputs(values, default, arguments)
@@ -48,7 +49,15 @@ def shrink(config: Any, overrides: dict[str, Any]) -> Any:
 
 
 # Fields that some configurations leave empty although their models need them.
-_FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts_per_tok": 2, "n_routed_experts": 4, "prediction_length": 8, "pad_token_id": 0}
+_FILLED = {
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "prediction_length": 8,
+    "pad_token_id": 0,
+}
 
 
 def is_config(value: Any) -> bool:
@@ -79,11 +88,6 @@ def _outputs(values: dict[str, Any], default: dict[str, Any], arguments: dict[st
     return {"out_features": names}
 
 
-def _one_for_each_head(name: str, values: dict[str, Any]) -> bool:
-    """Whether keys and values have as many heads as queries."""
-    return name == "num_key_value_heads" and values[name] == values.get("num_attention_heads", 0)
-
-
 _NOT_SIZES = {"id2label", "label2id", "num_labels", "dtype", "architectures", "transformers_version", "output_hidden_states", "return_dict"}
 
 
@@ -102,7 +106,7 @@ def _sample_layers(values: dict[str, Any]) -> _Layers | None:
         count = values.get(field)
         if not isinstance(count, int) or count <= _MAX_LAYER_KINDS:
             continue
-        lists = [v for v in values.values() if isinstance(v, (list, tuple)) and len(v) == count]
+        lists = [v for v in values.values() if isinstance(v, (list, tuple)) and len(v) == count and not _counts_layers(v)]
         if not lists:
             return None
         kinds: dict[str, int] = {}
@@ -112,6 +116,11 @@ def _sample_layers(values: dict[str, Any]) -> _Layers | None:
         indices += [i for i in range(count) if i not in indices][: max(2 - len(indices), 0)]
         return _Layers(field, count, sorted(indices))
     return None
+
+
+def _counts_layers(value: Any) -> bool:
+    """Whether a list names each layer by its number."""
+    return list(value) == list(range(len(value)))
 
 
 def small_value(name: str, value: Any) -> Any:

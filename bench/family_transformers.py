@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from family import MAX_PARAMETERS, Built, Family, one_line
-from family_inputs import batch_with_images, runnable_batch
+from family_inputs import IMAGE_TOKENS, batch_with_images, runnable_batch
 from family_overrides import FIELDS, INPUTS
 from family_shrink import shrink
 
@@ -22,11 +22,13 @@ _HEADS = (
 
 def transformers_families() -> list[Family]:
     """Every model type; those of images and text once with text alone and once with both."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     classes = _classes()
     found = [Family("transformers", t, lambda t=t: _build(t, classes[t])) for t in sorted(classes)]  # type: ignore[misc]
     for model_type, names in sorted(classes.items()):
         both = [(head, name) for head, name in names if head == "IMAGE_TEXT_TO_TEXT"]
-        if both:
+        if both and any(hasattr(CONFIG_MAPPING[model_type], token) for token in IMAGE_TOKENS):
             found.append(Family("transformers", f"{model_type}+images", lambda t=model_type, both=both: _build(t, both, images=True)))  # type: ignore[misc]
     return found
 

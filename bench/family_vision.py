@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from family import Built, Family, class_loss, image_batch, one_line, output_loss
 
@@ -68,7 +69,7 @@ def _build_timm(names: list[str]) -> Built:
 
 
 def torchvision_families() -> list[Family]:
-    """The smallest classifier of each module of torchvision.models, and a segmentation model of each kind."""
+    """The smallest classifier of each module of torchvision.models, segmentation models, detectors of one stage, and a classifier of video."""
     define_missing_operators()
     import torchvision.models as models
 
@@ -78,7 +79,9 @@ def torchvision_families() -> list[Family]:
     found = [Family("torchvision", module, lambda names=names: _build_torchvision(names)) for module, names in by_module.items()]  # type: ignore[misc]
     for name in models.list_models(module=models.segmentation):
         found.append(Family("torchvision", name, lambda name=name: _build_segmentation(name)))  # type: ignore[misc]
-    return found
+    for name in ("RetinaNet", "FCOS"):  # detectors of two stages draw random samples
+        found.append(Family("torchvision", name.lower(), lambda name=name: _build_detector(name)))  # type: ignore[misc]
+    return [*found, Family("torchvision", "mc3_18", _build_video)]
 
 
 def _build_torchvision(names: list[str]) -> Built:
@@ -100,3 +103,28 @@ def _build_segmentation(name: str) -> Built:
 
     images, _ = image_batch(64)
     return models.get_model(name, weights=None, weights_backbone=None, num_classes=5), images, output_loss
+
+
+def _build_video() -> Built:
+    import torchvision.models as models
+
+    images, labels = image_batch(32)
+    return models.get_model("mc3_18", num_classes=10), (images.unsqueeze(2).expand(-1, -1, 4, -1, -1).contiguous(), labels), class_loss
+
+
+def _build_detector(name: str) -> Built:
+    from torchvision.models import detection
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+    anchors = AnchorGenerator(tuple((size,) for size in (8, 16, 32, 64, 128)), ((1.0,),) * 5)  # one for each map of the pyramid
+    backbone = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+    model = getattr(detection, name)(backbone, num_classes=5, min_size=32, max_size=32, anchor_generator=anchors)
+    images, labels = image_batch(32, classes=4)
+    boxes = torch.tensor([[4.0, 4.0, 24.0, 24.0]]).expand(len(images), 1, 4).clone()
+    return model, {"images": images, "boxes": boxes, "labels": labels[:, None] + 1}, detection_loss
+
+
+def detection_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The sum of a detector's own losses; every image has its boxes in a dict."""
+    targets = [{"boxes": boxes, "labels": labels} for boxes, labels in zip(batch["boxes"], batch["labels"], strict=True)]
+    return torch.stack(list(model(list(batch["images"]), targets).values())).sum()

@@ -81,7 +81,11 @@ def test_every_model_has_a_row() -> None:
 def test_what_differs_between_models_leaves_the_reason() -> None:
     one = "tp=2: nothing in this model can be sharded (convolution in backbone.encoder.conv1 needs all of it): use --mesh dp=2"
     other = "tp=2: nothing in this model can be sharded (convolution in stem.conv needs all of it): use --mesh dp=2"
-    assert general_reason(one) == general_reason(other) == "tp=2: nothing in this model can be sharded (convolution in … needs all of it): use --mesh dp=2"
+    assert (
+        general_reason(one)
+        == general_reason(other)
+        == "tp=2: nothing in this model can be sharded (convolution in … needs all of it): use --mesh dp=2"
+    )
     assert general_reason(one) != general_reason(one.replace("tp=2", "tp=4"))
 
 
