@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -27,10 +28,11 @@ class Attempt:
 def runnable_batch(model: nn.Module, config: Any, head: str, extra: dict[str, tuple[int, ...] | Tensor]) -> tuple[dict[str, Tensor], Loss]:
     """The first batch whose loss is finite; raises what the first one raised."""
     first: Exception | None = None
+    trial = copy.deepcopy(model)  # a model may keep what it computes
     for attempt in _attempts(model):
         try:
             batch, loss = make_batch(model, config, head, attempt, extra)
-            value = loss(model, batch)
+            value = loss(trial, batch)
             if not torch.isfinite(value):
                 raise ValueError("the loss is not finite")
             if not value.requires_grad:
@@ -48,13 +50,14 @@ def runnable_batch(model: nn.Module, config: Any, head: str, extra: dict[str, tu
 def batch_with_images(model: nn.Module, config: Any, extra: dict[str, Any]) -> tuple[dict[str, Tensor], Loss]:
     """Text after the tokens of an image, as many as the model wants: it says that numbers do not match until they do."""
     first: Exception | None = None
+    trial = copy.deepcopy(model)
     for layout, sizes in itertools.product(range(3), (False, True)):
         for count in range(1, _MOST_IMAGE_TOKENS + 1):
             try:
                 batch = _images_in_text(model, config, layout, sizes, count) | {
                     name: _tensor(value) for name, value in extra.items() if name != "input_ids"
                 }
-                if not torch.isfinite(text_and_images_loss(model, batch)):
+                if not torch.isfinite(text_and_images_loss(trial, batch)):
                     raise ValueError("the loss is not finite")
                 return batch, text_and_images_loss
             except Exception as error:
