@@ -32,11 +32,7 @@ def runnable_batch(model: nn.Module, config: Any, head: str, extra: dict[str, tu
     for attempt in _attempts(model):
         try:
             batch, loss = make_batch(model, config, head, attempt, extra)
-            value = loss(trial, batch)
-            if not torch.isfinite(value):
-                raise ValueError("the loss is not finite")
-            if not value.requires_grad:
-                raise ValueError("the loss does not depend on a parameter")
+            _check(trial, batch, loss)
             return batch, loss
         except Exception as error:
             first = first or error
@@ -45,6 +41,16 @@ def runnable_batch(model: nn.Module, config: Any, head: str, extra: dict[str, tu
         return batch_with_images(model, config, extra)
     except Exception:
         raise first from None
+
+
+def _check(model: nn.Module, batch: dict[str, Tensor], loss: Loss) -> None:
+    """The loss is finite, depends on a parameter, and can be computed of some of the samples alone."""
+    value = loss(model, batch)
+    if not torch.isfinite(value):
+        raise ValueError("the loss is not finite")
+    if not value.requires_grad:
+        raise ValueError("the loss does not depend on a parameter")
+    loss(model, {name: tensor[: BATCH // 2] for name, tensor in batch.items()})
 
 
 def batch_with_images(model: nn.Module, config: Any, extra: dict[str, Any]) -> tuple[dict[str, Tensor], Loss]:
@@ -57,8 +63,7 @@ def batch_with_images(model: nn.Module, config: Any, extra: dict[str, Any]) -> t
                 batch = _images_in_text(model, config, layout, sizes, count) | {
                     name: _tensor(value) for name, value in extra.items() if name != "input_ids"
                 }
-                if not torch.isfinite(text_and_images_loss(trial, batch)):
-                    raise ValueError("the loss is not finite")
+                _check(trial, batch, text_and_images_loss)
                 return batch, text_and_images_loss
             except Exception as error:
                 first = first or error

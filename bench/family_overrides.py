@@ -148,6 +148,8 @@ INPUTS: dict[str, dict[str, Any]] = {
     "mimi_decoder": {"latents": (BATCH, 32, 8)},
     "molmo2": {"mm_token_type_ids": torch.zeros(BATCH, SEQ, dtype=torch.long)},
     "muse_glimmer_assistant": {"noise_embeds": (BATCH, SEQ, 32), "context_hidden_states": (BATCH, SEQ, 128)},
+    "musicgen": {"input_ids": _ids(BATCH, 4, SEQ)},
+    "musicgen_melody": {"input_ids": _ids(BATCH, 4, SEQ)},
     "nemotron3_5_transcribe_audio": {"input_features": (BATCH, 64, 128), "input_features_mask": _ones(BATCH, 64)},
     "oneformer": {"task_inputs": (BATCH, 77)},
     "pe_audio_video_encoder": {"input_values": (BATCH, 1, 3840), "pixel_values_videos": (BATCH, 2, 3, 32, 32)},

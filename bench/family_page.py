@@ -130,7 +130,7 @@ def _reasons(built: list[Result]) -> str:
 def general_reason(why: str) -> str:
     """The first line of a reason without what differs from model to model: names of classes and modules, lines of source and where they are."""
     line = why.strip().splitlines()[0]
-    line = re.sub(r"\bmodel [A-Z]\w*\b", "the model", line)
+    line = re.sub(r"\bmodel _?[A-Z]\w*\b", "the model", line)
     line = re.sub(r" ?\((?:/|\w:\\)[^()]*:\d+\)", "", line)  # a file and its line
     line = re.sub(r"`[^`]*`", "`…`", line)
     line = re.sub(r"\b\w+(?:\.\w+)+\b(?!\.default)", "…", line)  # a module's path
