@@ -10,20 +10,18 @@ import json
 import os
 import random
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from family_cells import MESHES, families
+from family_page import FAILURES, markdown, summary_table
 from meshwright.launch import ForkServer, RankFailure, WorkerPool
 
 HERE = Path(__file__).parent
-GOALS = {"dp": 0.98, "zero3": 0.98, "tp": 0.80, "pp": 0.85}
 CELL_TIMEOUT_S = 180.0
 
 
@@ -36,7 +34,7 @@ def main(
     again: Annotated[bool, typer.Option("--again", help="Run models again that the results have already.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Run models again of which a cell is neither equal nor refused.")] = False,
     output: Annotated[Path, typer.Option(help="File with one JSON line for each model.")] = HERE / "results" / "families.jsonl",
-    page: Annotated[Path | None, typer.Option(help="Also write the table of all results as a Markdown page.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write all results as a Markdown page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results of this call as JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Sweep over models and plans.
@@ -112,7 +110,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _has_failure(result: dict[str, Any]) -> bool:
-    return any(cell["status"] not in ("equal", "refused", "inexact") for cell in result["cells"].values())
+    return any(cell["status"] in FAILURES for cell in result["cells"].values())
 
 
 def _one_line(result: dict[str, Any]) -> str:
@@ -125,41 +123,6 @@ def _detail(cell: dict[str, Any]) -> str:
     if cell["status"] == "wrong":
         return f" (by {cell['difference']:.1e})"
     return "" if cell["status"] == "equal" else f" ({cell['why'].strip().splitlines()[-1][:230]})"
-
-
-def summary_table(results: list[dict[str, Any]]) -> Table:
-    built = [r for r in results if r["built"]]
-    table = Table(title=f"{len(built)} models built of {len(results)}")
-    for column in ("plan", "equal", "share", "goal", "refused", "inexact", "wrong", "tracebacks", "hangs", "block parameters cut"):
-        table.add_column(column)
-    for name in MESHES:
-        cells = [r["cells"][name] for r in built if name in r["cells"]]
-        counts = Counter(cell["status"] for cell in cells)
-        equal = [cell for cell in cells if cell["status"] == "equal"]
-        well_cut = sum(cell["cut"] >= 0.9 for cell in equal)
-        share = f"{counts['equal'] / max(len(cells), 1):.1%}"
-        cut = f"≥ 90% in {well_cut} of {len(equal)}" if name == "tp" else ""
-        numbers = [str(counts[s]) for s in ("refused", "inexact", "wrong", "traceback", "hang")]
-        table.add_row(name, str(counts["equal"]), share, f"{GOALS[name]:.0%}", *numbers, cut)
-    return table
-
-
-def markdown(results: list[dict[str, Any]]) -> str:
-    """The page of the docs: a row for each model, reasons below."""
-    marks = {"equal": "=", "refused": "refused", "inexact": "inexact", "wrong": "**wrong**", "traceback": "**traceback**", "hang": "**hang**"}
-    built = sorted((r for r in results if r["built"]), key=lambda r: r["model"])
-    lines = ["| model | class | " + " | ".join(MESHES) + " |", "|---|---|" + "---|" * len(MESHES)]
-    for result in built:
-        row = [marks[result["cells"][name]["status"]] if name in result["cells"] else "" for name in MESHES]
-        lines.append(f"| {result['model']} | {result['class']} | {' | '.join(row)} |")
-    lines += ["", "## Why a plan is refused, or is inexact", ""]
-    for result in built:
-        for name, cell in result["cells"].items():
-            if cell["status"] in ("refused", "inexact"):
-                lines.append(f"- {result['model']}, {name}: {cell['why'].splitlines()[0]}")
-    lines += ["", "## Not in the sweep", ""]
-    lines += [f"- {r['model']}: {r['why'].splitlines()[0][:200]}" for r in sorted(results, key=lambda r: r["model"]) if not r["built"]]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import meshwright as mw
-from family_models import BATCH, Family, Loss, all_families, build
+from family import BATCH, Family, Loss
+from family_models import all_families, build
 from meshwright.core.errors import RequestError
 from meshwright.core.sample_coupling import describe_inexactness
 
@@ -73,7 +74,7 @@ def run_cell(rank: int, world: int, init_method: str, key: str, cell: str) -> di
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     try:
         model = copy.deepcopy(model)
-        decision: list[Any] = [_plan(model, batch, loss, world, **MESHES[cell], **_exactly(model, cell))] if rank == 0 else [None]
+        decision: list[Any] = [_plan(model, batch, loss, world, **MESHES[cell], **_exactly(model, batch, loss, cell))] if rank == 0 else [None]
         dist.broadcast_object_list(decision, src=0)
         if isinstance(decision[0], str):
             return {"status": "refused", "why": decision[0], "seconds": time.monotonic() - started}
@@ -120,11 +121,23 @@ def _precision(model: nn.Module) -> str:
     return "fp64" if any(p.dtype == torch.float64 for p in model.parameters()) else "fp32"
 
 
-def _exactly(model: nn.Module, cell: str) -> dict[str, Any]:
-    """What makes a model exact that has BatchNorm: statistics over all data ranks, and one micro-batch."""
-    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
+def _exactly(model: nn.Module, batch: Any, loss: Loss, cell: str) -> dict[str, Any]:
+    """What makes a model exact that runs BatchNorm: statistics over all data ranks, and one micro-batch."""
+    if not _runs_batch_norm(model, batch, loss):
         return {}
     return {"batch_norm": "sync"} if cell in ("dp", "zero3") else {"micro_batches": 1}
+
+
+def _runs_batch_norm(model: nn.Module, batch: Any, loss: Loss) -> bool:
+    """Whether the loss depends on BatchNorm in training: a vision tower has it that text alone does not reach."""
+    called: list[nn.Module] = []
+    trial = copy.deepcopy(model)
+    for module in trial.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            module.register_forward_hook(lambda module, inputs, output: called.append(module))
+    with torch.no_grad():
+        loss(trial, batch)
+    return bool(called)
 
 
 def _plan(model: nn.Module, batch: Any, loss: Loss, world: int, mesh: str, **constraints: Any) -> Any:
