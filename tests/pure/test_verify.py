@@ -20,7 +20,6 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan
 from meshwright.core.verification import Verification
-from meshwright.execute.verify import make_trial
 from meshwright.execute.verify_cache import describe_inputs, fingerprint, load_verification, save_verification
 from meshwright.execute.verify_comparison import PlanResult, Tolerance, compare, first_difference, measure_noise
 from meshwright.execute.verify_reference import (
@@ -32,6 +31,7 @@ from meshwright.execute.verify_reference import (
     refuse_random_model,
     run_reference,
 )
+from meshwright.execute.verify_trial import make_trial
 from meshwright.orchestrate.plan_verification import choose_verified
 
 DP2 = Plan("model", 32, Mesh(dp=2))
