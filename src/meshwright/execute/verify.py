@@ -19,6 +19,7 @@ import gc
 import math
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -212,9 +213,7 @@ class _Verifier:
             return self._run_plan(trial, groups, model, optimizer)
         except Exception as error:
             fault = describe_fault(error, self.rank)
-            module = next((n for n in (names.get(id(o)) for o in _receivers(error)) if n is not None), None)
-            where = f" in {module or 'the model'} ({self.classes[module]})" if module is not None and not fault.secondary else ""
-            fault = replace(fault, message=f"{fault.kind}: {first_line(error)}{where}")
+            fault = replace(fault, message=f"{fault.kind}: {first_line(error)}{'' if fault.secondary else _describe_place(error, names)}")
             is_refusal = isinstance(error, (NotVerifiableError, CannotTruncateError))
             failure = _Failure(fault, "out of memory" if is_out_of_memory(error) else "not verified" if is_refusal else "failed")
             traceback.clear_frames(error.__traceback__)  # they hold the process groups, which are to be closed
@@ -283,10 +282,14 @@ def _are_equal(rows: list[Comparison]) -> bool:
     return all(row.is_equal for row in rows if row.quantity != "output")
 
 
-def _receivers(error: BaseException) -> list[Any]:
-    """The objects whose methods an error passed through, the innermost first."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [frame.f_locals["self"] for frame in reversed(frames) if "self" in frame.f_locals]
+def _describe_place(error: BaseException, names: Mapping[int, str]) -> str:
+    """The innermost module that an error passed through, by its name or, where it is a copy, its class; "" if there is none."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without the one that handles it: its locals refer to the error
+    for module in (frame.f_locals.get("self") for frame in reversed(frames)):
+        if isinstance(module, nn.Module):
+            name, kind = names.get(id(module)), type(module).__name__
+            return f" in {kind}" if name is None else f" in {name or 'the model'} ({kind})"
+    return ""
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:
@@ -294,6 +297,7 @@ def _move(batch: Batch, device: torch.device) -> Batch:
 
 
 def _free_memory() -> None:
-    gc.collect()  # hooks and modules refer to each other
+    for _ in range(2):  # hooks and modules refer to each other, and an autograd graph that the first pass frees hides others from it
+        gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
