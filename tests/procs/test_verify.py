@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan
+from meshwright.core.serialization import to_data
 from meshwright.core.verification import Verification
 from meshwright.launch import RankFailure
 from meshwright.orchestrate import verified_run
@@ -120,6 +123,13 @@ def test_fewer_blocks_show_a_wrong_plan_and_where_none_fit_it_is_said(pool: Any)
 def test_copies_are_freed_before_training(pool: Any, mesh: str, constraints: Any) -> None:
     before, after = pool.run("procs.verify_jobs:count_blocks", world=2, mesh=mesh, **constraints)[1]
     assert before == after
+
+
+def test_a_plan_that_was_made_by_hand_is_verified_with_fewer_blocks(pool: Any) -> None:
+    memory = MemoryPolicy(3, tuple(f"blocks.{i}" for i in range(8)))
+    plan = to_data(Plan("deep", 8, Mesh(shard=2), memory=memory))
+    found, _ = pool.run("procs.verify_jobs:verify_on", world=2, plan=plan, device="cpu", copies=1.2)[0]
+    assert found.verdict == "equal" and found.describe_left_out().endswith("blocks.0 stood for blocks.1 … blocks.7 (7 equal blocks)")
 
 
 # -- models that fail --

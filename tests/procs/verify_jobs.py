@@ -25,6 +25,7 @@ import meshwright as mw
 from meshwright import api
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
+from meshwright.core.serialization import from_data
 from meshwright.core.verification import Verification
 from meshwright.describe import layers
 from meshwright.execute import gradient_sync, tensor_parallel, verify_memory
@@ -188,6 +189,19 @@ def count_blocks(rank: int, world: int, init_method: str, mesh: str, **constrain
         counts = [sum(isinstance(thing, Block) for thing in gc.get_objects())]
         verify(plan, model, torch.optim.AdamW(model.parameters()), batch, deep_loss)
         return counts[0], sum(isinstance(thing, Block) for thing in gc.get_objects())
+
+
+def verify_on(rank: int, world: int, init_method: str, plan: Any, device: str, copies: float) -> tuple[Verification, int]:
+    """Verify a given plan on one device that all ranks share, of which each may allocate so much; also the bytes that stay allocated."""
+    with process_group(rank, world, init_method):
+        torch.manual_seed(0)
+        model = Deep().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        free = int(copies * sum(p.nbytes for p in model.parameters()))
+        before = torch.cuda.memory_allocated() if device != "cpu" else 0
+        with patch.multiple(verify_memory, free_bytes=lambda *_: free, free_host_bytes=lambda *_: free):
+            found = verify(from_data(Plan, plan, "plan"), model, optimizer, next(iter(loader())), deep_loss)
+        return found, torch.cuda.memory_allocated() - before if device != "cpu" else 0
 
 
 # -- models that fail --
