@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan
+from meshwright.core.serialization import to_data
 from meshwright.core.verification import Verification
 from meshwright.launch import RankFailure
 from meshwright.orchestrate import verified_run
@@ -85,6 +88,75 @@ def test_a_wrong_plan_without_an_alternative_is_refused(pool: Any) -> None:
     assert refused.value.exit_code == 2
 
 
+# -- models that do not fit beside themselves --
+
+TRUNCATED = [
+    ("dp=2", {}, 3.0, {"blocks.0": range(2, 8)}),
+    ("dp=2", {}, 1.2, {"blocks.0": range(1, 8)}),
+    ("shard=2", {"zero": 3}, 3.0, {"blocks.0": range(2, 8)}),
+    ("tp=2", {"sequence": False}, 3.0, {"blocks.0": range(2, 8)}),
+    ("tp=2", {"sequence": True}, 3.0, {"blocks.1": range(3, 8)}),  # block 0 splits the sequence
+    ("pp=2", {"micro_batches": 2}, 3.0, {"blocks.0": range(1, 3), "blocks.4": range(6, 8)}),  # stages meet between blocks 3 and 4
+]
+
+
+@pytest.mark.parametrize(("mesh", "constraints", "copies", "stands_for"), TRUNCATED, ids=str)
+def test_equal_blocks_stand_for_others_where_the_model_does_not_fit(pool: Any, mesh: str, constraints: Any, copies: float, stands_for: Any) -> None:
+    job = "procs.verify_jobs:verify_deep"
+    for found in pool.run(job, world=2, mesh=mesh, copies=copies, **constraints):
+        assert (found.verdict, found.reason) == ("equal", "")
+        assert found.stands_for == {kept: tuple(f"blocks.{i}" for i in left_out) for kept, left_out in stands_for.items()}
+        assert not any(c.name.startswith("blocks.7.") for c in found.comparisons if c.quantity == "gradient")
+    whole = pool.run(job, world=2, mesh=mesh, copies=5.0, **constraints)[0]
+    assert whole.verdict == "equal" and not whole.stands_for and "blocks.7.up.weight" in {c.name for c in whole.comparisons}
+
+
+def test_fewer_blocks_show_a_wrong_plan_and_where_none_fit_it_is_said(pool: Any) -> None:
+    job = "procs.verify_jobs:verify_deep"
+    wrong = pool.run(job, world=2, mesh="tp=2", copies=3.0, sequence=False, bug="every second reduction missing")[0]
+    assert wrong.verdict == "wrong" and wrong.stands_for
+    none = pool.run(job, world=2, mesh="dp=2", copies=0.1)[1]
+    assert none.verdict == "not verified" and "are free, with 7 blocks left out" in none.reason
+
+
+@pytest.mark.parametrize(("mesh", "constraints"), [("dp=2", {}), ("shard=2", {"zero": 2}), ("shard=2", {"zero": 3}), ("tp=2", {})], ids=str)
+def test_copies_are_freed_before_training(pool: Any, mesh: str, constraints: Any) -> None:
+    before, after = pool.run("procs.verify_jobs:count_blocks", world=2, mesh=mesh, **constraints)[1]
+    assert before == after
+
+
+def test_a_plan_that_was_made_by_hand_is_verified_with_fewer_blocks(pool: Any) -> None:
+    memory = MemoryPolicy(3, tuple(f"blocks.{i}" for i in range(8)))
+    plan = to_data(Plan("deep", 8, Mesh(shard=2), memory=memory))
+    found, _ = pool.run("procs.verify_jobs:verify_on", world=2, plan=plan, device="cpu", copies=1.2)[0]
+    assert found.verdict == "equal" and found.describe_left_out().endswith("blocks.0 stood for blocks.1 … blocks.7 (7 equal blocks)")
+
+
+# -- models that fail --
+
+FAILURES = [
+    ("dp=2", {}, (1,), "forward", "in the model (Failing)"),
+    ("dp=2", {}, (0, 1), "forward", "in the model (Failing)"),
+    ("dp=2", {}, (0,), "backward", ""),
+    ("shard=2", {"zero": 3}, (1,), "forward", "in the model (Failing)"),
+    ("tp=2", {"sequence": False}, (0,), "backward", ""),
+    ("pp=2", {"micro_batches": 2}, (1,), "forward", "in Failing"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "constraints", "ranks", "phase", "module"), FAILURES, ids=str)
+def test_a_model_that_fails_under_a_plan_is_a_verdict_that_all_ranks_share(
+    pool: Any, mesh: str, constraints: Any, ranks: tuple[int, ...], phase: str, module: str
+) -> None:
+    results = pool.run("procs.verify_jobs:verify_failing", world=2, mesh=mesh, ranks=ranks, phase=phase, **constraints)
+    for found, seconds, lines in results:
+        assert found.verdict == "failed" and found == replace(results[0][0], seconds=found.seconds)
+        assert any(found.reason.startswith(f"under it rank {rank} fails with ArithmeticError: planted") for rank in ranks)
+        assert module in found.reason
+        assert seconds < 20.0  # ranks that wait do not wait for the timeout
+        assert "was not used: under it rank" in lines and "using ZeRO-1 instead" in lines
+
+
 # -- the command line --
 
 
@@ -107,7 +179,7 @@ def test_train_takes_the_next_best_plan(command: Command, monkeypatch: pytest.Mo
 
     def verify_plan(orchestrator: Any, prepared: Any, plan: Any) -> Verification:
         found = verified(orchestrator, prepared, plan)
-        return dataclasses.replace(found, verdict="wrong", reason="under it nothing is right") if plan is prepared.plan else found
+        return replace(found, verdict="wrong", reason="under it nothing is right") if plan is prepared.plan else found
 
     monkeypatch.setattr(verified_run, "verify_plan", verify_plan)
     flags = ("train", "gpt-tiny", "--steps", "2", "--seq", "16", "--global-batch", "4", "--set", "validate_batches=0")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import random
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -22,14 +25,15 @@ import meshwright as mw
 from meshwright import api
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
+from meshwright.core.serialization import from_data
 from meshwright.core.verification import Verification
 from meshwright.describe import layers
-from meshwright.execute import gradient_sync, tensor_parallel
+from meshwright.execute import gradient_sync, tensor_parallel, verify_memory
 from meshwright.execute.full_state import state_digest
 from meshwright.execute.verify import verify
 from meshwright.orchestrate import plan_verification
 from meshwright.plan import memory_planner, mesh_proposals, planning_problem
-from tests.procs.unusual_models import SAMPLES, WIDTH, Language, language_loss, loader
+from tests.procs.unusual_models import SAMPLES, WIDTH, WORDS, Language, language_loss, loader
 
 
 @contextmanager
@@ -75,6 +79,7 @@ BUGS: dict[str, Callable[[], Any]] = {
     "embedding without its own code": lambda: patch.object(tensor_parallel, "_shard_embedding", _replace_forward),
     "unit that is never called": _uncalled_units,
     "input hooked for each call": lambda: patch.object(tensor_parallel, "_one_per_input", lambda sites: sites),
+    "every second reduction missing": lambda: patch.object(tensor_parallel, "_reduce_output", lambda *_: None),
     "stepped shards not gathered": lambda: patch.object(gradient_sync.BucketReducer, "gather_parameters", lambda *_: None),
 }
 
@@ -128,6 +133,121 @@ def verify_meeting(rank: int, world: int, init_method: str, normalizes: bool, lo
         model, loss_fn = Meeting(normalizes), LOSSES[loss]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return verify(plan_of(model, loss_fn, mesh, **constraints), model, optimizer, next(iter(loader())), loss_fn)
+
+
+# -- models that do not fit beside themselves --
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+        return x + scale * self.down(F.gelu(self.up(self.norm(x)))), scale
+
+
+class Deep(nn.Module):
+    """Eight equal blocks, and two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, scale = self.words(tokens), 1.0
+        for block in self.blocks:
+            x, scale = block(x, scale)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def deep_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten())
+
+
+def verify_deep(rank: int, world: int, init_method: str, mesh: str, copies: float, bug: str = "", **constraints: Any) -> Verification:
+    """Verify where every rank may allocate so many times the bytes of the model's parameters."""
+    with process_group(rank, world, init_method), BUGS[bug]():
+        torch.manual_seed(0)
+        model = Deep()
+        free = int(copies * sum(p.nbytes for p in model.parameters()))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        plan = plan_of(model, deep_loss, mesh, **constraints)
+        limits = {"free_bytes": lambda *_: free, "free_host_bytes": lambda *_: free}
+        with patch.multiple(verify_memory, **limits):
+            return verify(plan, model, optimizer, next(iter(loader())), deep_loss)
+
+
+def count_blocks(rank: int, world: int, init_method: str, mesh: str, **constraints: Any) -> tuple[int, int]:
+    """How many blocks there are in memory before and after verification."""
+    with process_group(rank, world, init_method):
+        model = Deep()
+        plan, batch = plan_of(model, deep_loss, mesh, **constraints), next(iter(loader()))
+        gc.collect()
+        counts = [sum(isinstance(thing, Block) for thing in gc.get_objects())]
+        verify(plan, model, torch.optim.AdamW(model.parameters()), batch, deep_loss)
+        return counts[0], sum(isinstance(thing, Block) for thing in gc.get_objects())
+
+
+def verify_on(rank: int, world: int, init_method: str, plan: Any, device: str, copies: float) -> tuple[Verification, int]:
+    """Verify a given plan on one device that all ranks share, of which each may allocate so much; also the bytes that stay allocated."""
+    with process_group(rank, world, init_method):
+        torch.manual_seed(0)
+        model = Deep().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        free = int(copies * sum(p.nbytes for p in model.parameters()))
+        before = torch.cuda.memory_allocated() if device != "cpu" else 0
+        with patch.multiple(verify_memory, free_bytes=lambda *_: free, free_host_bytes=lambda *_: free):
+            found = verify(from_data(Plan, plan, "plan"), model, optimizer, next(iter(loader())), deep_loss)
+        return found, torch.cuda.memory_allocated() - before if device != "cpu" else 0
+
+
+# -- models that fail --
+
+
+class Failing(nn.Module):
+    """Raises an error on one rank, or on all, under a plan and not on one device."""
+
+    def __init__(self, ranks: tuple[int, ...], phase: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, 4)
+        self.ranks, self.phase, self.calls = ranks, phase, 0
+        self.second.register_forward_pre_hook(self._fail)
+
+    def _fail(self, _: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if dist.get_rank() not in self.ranks or not is_under_a_plan():
+            return
+        if self.phase == "forward":
+            raise ArithmeticError("planted")
+        inputs[0].register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("planted")))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+def is_under_a_plan() -> bool:
+    return any(frame.name == "_run_plan" for frame in traceback.extract_stack())
+
+
+def verify_failing(
+    rank: int, world: int, init_method: str, mesh: str, ranks: tuple[int, ...], phase: str, **constraints: Any
+) -> tuple[Verification, float, str]:
+    """What is found, how long it takes, and what the next best plan is, if one is prepared."""
+    with process_group(rank, world, init_method):
+        torch.manual_seed(0)
+        model = Failing(ranks, phase)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plans = [plan_of(model, plain_loss, mesh, **constraints), plan_of(Failing((), ""), plain_loss, "shard=2", zero=1)]
+        start = time.perf_counter()
+        found = verify(plans[0], model, optimizer, next(iter(loader())), plain_loss)
+        seconds = time.perf_counter() - start
+        model.second._forward_pre_hooks.clear()
+        check = plan_verification.make_collective_check(model, optimizer, lambda: next(iter(loader())), plain_loss, 0, {"XDG_CACHE_HOME": "/none"})
+        lines: list[str] = []
+        plan_verification.choose_verified(plans, lambda plan: found if plan is plans[0] else check(plan), lines.append)
+        return found, seconds, "\n".join(lines)
 
 
 # -- prepare --

@@ -18,9 +18,12 @@ from torch.nn import functional as F
 
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, Stage
+from meshwright.core.plan_restriction import describe_treatment, without_modules
+from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, ShardedDim, TensorPolicy
 from meshwright.core.verification import Verification
-from meshwright.execute.verify import make_trial
+from meshwright.cost.verification_memory import verification_bytes
+from meshwright.describe.profile_tracer import trace_module
 from meshwright.execute.verify_cache import describe_inputs, fingerprint, load_verification, save_verification
 from meshwright.execute.verify_comparison import PlanResult, Tolerance, compare, first_difference, measure_noise
 from meshwright.execute.verify_reference import (
@@ -32,6 +35,8 @@ from meshwright.execute.verify_reference import (
     refuse_random_model,
     run_reference,
 )
+from meshwright.execute.verify_trial import make_trial
+from meshwright.execute.verify_truncation import copy_truncated, possible_truncations
 from meshwright.orchestrate.plan_verification import choose_verified
 
 DP2 = Plan("model", 32, Mesh(dp=2))
@@ -281,3 +286,79 @@ def test_parameters_whose_elements_are_alike_differ_in_copies_and_alike_in_all()
     for name, original in model.named_parameters():
         assert torch.equal(first.get_parameter(name), second.get_parameter(name))
         assert torch.equal(first.get_parameter(name), original) is (name == "0.weight")
+
+
+# -- memory, and models with fewer blocks --
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, str]:
+        return x + self.linear(x) * mask[0], mask, "kept"
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(2)
+        for block in self.blocks:
+            x, mask, _ = block(x, mask=mask)
+        return x
+
+
+def test_blocks_that_are_left_out_pass_their_inputs_on_and_hold_no_memory() -> None:
+    model = Stack()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    whole, *fewer = possible_truncations(DP2, model)
+    assert not whole.left_out
+    assert [t.stands_for for t in fewer] == [
+        {"blocks.0": ("blocks.2", "blocks.3", "blocks.4")},
+        {"blocks.0": ("blocks.1", "blocks.2", "blocks.3", "blocks.4")},
+    ]
+    copied, stepper = copy_truncated(model, optimizer, fewer[1])
+    assert [name for name, _ in copied.named_parameters()] == ["blocks.0.linear.weight", "blocks.0.linear.bias"]
+    assert [len(group["params"]) for group in stepper.param_groups] == [2] and len(stepper.state) == 2
+    x = torch.randn(2, 4)
+    assert torch.equal(copied(x), model.blocks[0](x, mask=torch.ones(2))[0])
+    assert len(list(model.parameters())) == 10 and len(optimizer.state) == 10
+
+
+def test_blocks_that_differ_or_share_parameters_stay() -> None:
+    model = Stack()
+    model.blocks[1].linear.bias.requires_grad_(False)  # type: ignore[union-attr]
+    model.blocks[4].linear.weight = model.blocks[3].linear.weight  # type: ignore[union-attr]
+    *_, least = possible_truncations(replace(DP2, memory=MemoryPolicy(units=("blocks.2",), recompute="full")), model)
+    assert least.stands_for == {}  # 2 recomputes, 1 is frozen in part, 3 and 4 share a weight
+    assert [t.left_out for t in possible_truncations(DP2, Stack())][-1] == {f"blocks.{i}" for i in range(1, 5)}
+
+
+def test_a_plan_without_modules_keeps_stages_and_drops_entries_inside() -> None:
+    site = lambda module: CollectiveSite(module, 8.0)  # noqa: E731
+    shards = tuple(ParameterShard(f"blocks.{i}.linear.weight", 0) for i in range(3))
+    tensor = TensorPolicy((ShardedDim("heads", 4, shards),), reduce_sites=tuple(site(f"blocks.{i}.linear") for i in range(3)))
+    memory = MemoryPolicy(units=("blocks.0", "blocks.1", "blocks.2"), layers={"blocks.1": "full"})
+    plan = replace(TP2, tensor=tensor, memory=memory, stages=(Stage(("blocks.0", "blocks.1", "blocks.2"), skipped_modules=("blocks.1",)),))
+    assert describe_treatment(plan, "blocks.0") == describe_treatment(plan, "blocks.2") != describe_treatment(plan, "blocks.1")
+    left = without_modules(plan, {"blocks.1"})
+    assert left.stages == plan.stages
+    assert left.memory.units == ("blocks.0", "blocks.2") and not left.memory.layers
+    assert [s.module for s in left.tensor.reduce_sites] == ["blocks.0.linear", "blocks.2.linear"]
+    assert [s.parameter for s in left.tensor.sharded_dims[0].parameter_shards] == ["blocks.0.linear.weight", "blocks.2.linear.weight"]
+
+
+def test_the_memory_of_verification_is_for_the_samples_that_the_plan_can_split() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    profile = trace_module(model, loss_of, torch.zeros(32, 64), name="model")
+    held = sum(p.nbytes for p in model.parameters())
+    activations = profile.at_batch(4).activation_bytes
+    assert verification_bytes(DP2, profile, "adamw") == int(2 * held + 3 * held + activations)
+    assert verification_bytes(DP2, profile, "sgd") == int(3 * held + activations)
+    assert verification_bytes(Plan("model", 32), profile, "sgd") == 0

@@ -92,4 +92,4 @@ def _excess(row: Comparison) -> float:
 
 def _verdict(found: Verification) -> str:
     text = f"{found.verdict}, {found.samples} samples in {show_seconds(found.seconds)}" if found.comparisons else found.verdict
-    return f"{text}: {found.reason}" if found.reason else text
+    return ": ".join(filter(None, [text, found.reason or found.describe_left_out()]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["equal", "inexact", "wrong", "failed", "not verified"]  # failed: the model raised an error under the plan
@@ -46,15 +47,25 @@ class Verification:
     samples: int = 0  # of the batch that both have run
     seconds: float = 0.0
     is_cached: bool = False  # an earlier run has verified the same plan for the same model
+    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # blocks that were left out, by the equal one that was verified for them
 
     @property
     def may_train(self) -> bool:
         return self.verdict not in ("wrong", "failed")
 
+    def describe_left_out(self) -> str:
+        """Which blocks stood for which; "" if the model was whole."""
+        parts = [f"{kept} stood for {_show_names(names)}" for kept, names in self.stands_for.items()]
+        return f"the whole model does not fit beside itself: {'; '.join(parts)}" if parts else ""
+
     def largest(self, quantity: Quantity) -> Comparison | None:
         """The comparison of this quantity that is farthest beyond its tolerance, or closest to it."""
         found = [c for c in self.comparisons if c.quantity == quantity]
         return max(found, key=lambda c: c.difference / c.tolerance if math.isfinite(c.difference) else math.inf, default=None)
+
+
+def _show_names(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} equal blocks)"
 
 
 def _show(value: float) -> str:

@@ -160,11 +160,11 @@ def _param_replication(model: nn.Module, plan: Plan, pipeline: PipelineRuntime |
     return {id(p): replication(name, pipeline is None or pipeline.in_grad_norm(name)) for name, p in model.named_parameters()}
 
 
-def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> AppliedPlan:
-    """Make `model` and `optimizer` follow `plan`. Collective: every rank calls it with the same plan."""
+def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: ProcessGroups | None = None) -> AppliedPlan:
+    """Make `model` and `optimizer` follow `plan`, in process groups of the plan's mesh. Collective: every rank calls it with the same plan."""
     plan = plan.for_rank(dist.get_rank()) if plan.rank_devices else plan
     _check_plan(plan, model)
-    groups = make_process_groups(plan.mesh, plan.sync, plan.rank_devices)
+    groups = groups or make_process_groups(plan.mesh, plan.sync, plan.rank_devices)
     if plan.world > 1:
         broadcast_initial_state(model, groups)
     keys = RandomKeys(model)

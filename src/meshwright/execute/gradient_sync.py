@@ -25,6 +25,7 @@ from meshwright.execute.bucket_state import BucketState
 from meshwright.execute.compression_runtime import make_compressor
 from meshwright.execute.data_parallel import MEAN, Reduction, check_shardable, full_gradient
 from meshwright.execute.memory_runtime import storage_bytes
+from meshwright.execute.module_hooks import on_gradient_accumulated
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.shard_layout import make_shard_layout
 from meshwright.schedule.buckets import ParamReplication, assign_buckets
@@ -135,7 +136,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             for slot, param in enumerate(bucket.params):
                 self._slot_of_param[id(param)] = (bucket, slot)
-                param.register_post_accumulate_grad_hook(self._on_gradient_ready)
+                on_gradient_accumulated(param, self._on_gradient_ready)
                 if bucket.layout.replication.is_expert_parallel:
                     param.register_hook(self._reducer.average_expert_gradient)
 

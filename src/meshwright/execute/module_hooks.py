@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -80,3 +81,15 @@ def add_bias(layer: nn.Module, out: Tensor) -> Tensor:
     if bias is None:
         return out
     return out + (bias.view(-1, *[1] * len(layer.kernel_size)) if isinstance(layer, nn.modules.conv._ConvNd) else bias).to(out.dtype)
+
+
+def on_gradient_accumulated(param: Tensor, method: Callable[[Tensor], None]) -> None:
+    """Call a method whenever backward has added to a parameter's gradient. The hook refers to the method's object weakly: torch holds it where
+    Python's garbage collector does not look, and a model that its own hooks refer to would never be freed."""
+    reference = weakref.WeakMethod(method)
+
+    def call(changed: Tensor) -> None:
+        if (found := reference()) is not None:
+            found(changed)
+
+    param.register_post_accumulate_grad_hook(call)

@@ -90,6 +90,7 @@ class PipelineRuntime:
         self._shape_cache: dict[Hashable, _StageShapes] = {}  # by sample shapes: a schedule's buffers fit one shape only
         self._shapes = _StageShapes()
         self.tied_groups = [(name, new_subgroup(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.tied_parameters()]
+        groups.subgroups.extend(comm for _, comm in self.tied_groups if comm is not None)
 
     # -- set-up --
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ class ProcessGroups:
     tpx: Comm
     tpy: Comm
     ledger: Ledger = field(default_factory=Ledger)
+    subgroups: list[Comm] = field(default_factory=list)  # made later, for parts of a group
 
     def get(self, name: str) -> Comm:
         return getattr(self, name)
@@ -52,15 +55,19 @@ def register_backend(backend: str, timeout_s: float) -> None:
         register(timeout_s)
 
 
-def make_process_groups(mesh: Mesh, sync: SyncPolicy = _DEFAULT_SYNC, rank_devices: Sequence[str] = ()) -> ProcessGroups:
-    """Make this rank's groups. Collective: every rank of the default process group calls it with the same arguments."""
+def make_process_groups(
+    mesh: Mesh, sync: SyncPolicy = _DEFAULT_SYNC, rank_devices: Sequence[str] = (), *, shares_world: bool = True
+) -> ProcessGroups:
+    """Make this rank's groups. Collective: every rank of the default process group calls it with the same arguments. A group of all ranks is the
+    default group itself or, unless it `shares_world`, a new one that can be destroyed."""
     ledger = Ledger()
     if mesh.size == 1:
-        return ProcessGroups(0, NullComm(), **dict.fromkeys(GROUP_AXES, NullComm()), ledger=ledger)
+        alone: dict[str, Any] = dict.fromkeys(GROUP_AXES, NullComm())
+        return ProcessGroups(0, NullComm(), **alone, ledger=ledger)
     if dist.get_world_size() != mesh.size:
         raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, but {dist.get_world_size()} were started: use --nproc {mesh.size}")
-    factory = _GroupFactory(ledger, sync, rank_devices)
-    comms = {name: factory.comm_for(mesh.groups(*axes)) for name, axes in GROUP_AXES.items()}
+    factory = _GroupFactory(ledger, sync, rank_devices, shares_world)
+    comms: dict[str, Any] = {name: factory.comm_for(mesh.groups(*axes)) for name, axes in GROUP_AXES.items()}
     return ProcessGroups(dist.get_rank(), factory.comm_for([list(range(mesh.size))]), **comms, ledger=ledger)
 
 
@@ -71,9 +78,10 @@ def process_group(comm: Comm) -> dist.ProcessGroup:
     return default.group
 
 
-def destroy_process_groups(groups: ProcessGroups, others: Iterable[Comm | None] = ()) -> None:
-    """Destroy what `make_process_groups` has made, and `others`; the world's group stays. For plans that were only tried. Collective."""
-    comms = [getattr(groups, name) for name in GROUP_AXES] + list(others)
+def destroy_process_groups(groups: ProcessGroups) -> None:
+    """Destroy what `make_process_groups` has made; the default group stays. For plans that were only tried. Gloo's connections are closed when
+    nothing refers to the groups any more, and ranks that wait in one fail then."""
+    comms = [groups.world, *(getattr(groups, name) for name in GROUP_AXES), *groups.subgroups]
     made = {id(g): g for comm in comms if isinstance(comm, TorchComm) and (g := comm.group) is not dist.group.WORLD}
     for group in made.values():
         dist.destroy_process_group(group)
@@ -82,8 +90,8 @@ def destroy_process_groups(groups: ProcessGroups, others: Iterable[Comm | None] 
 class _GroupFactory:
     """Makes this rank's groups, over every backend that the policy routes calls to; axes over the same ranks share one `Comm`."""
 
-    def __init__(self, ledger: Ledger, sync: SyncPolicy, rank_devices: Sequence[str]) -> None:
-        self._ledger, self._sync, self._rank_devices = ledger, sync, rank_devices
+    def __init__(self, ledger: Ledger, sync: SyncPolicy, rank_devices: Sequence[str], shares_world: bool) -> None:
+        self._ledger, self._sync, self._rank_devices, self._shares_world = ledger, sync, rank_devices, shares_world
         self._comms: dict[tuple[tuple[int, ...], ...], Comm] = {}
         self._other_backends = tuple(dict.fromkeys(r.backend for r in sync.routes if r.backend != dist.get_backend()))
         for backend in self._other_backends:
@@ -109,11 +117,12 @@ class _GroupFactory:
 
     def _new_group(self, rank_groups: list[list[int]]) -> dist.ProcessGroup:
         """This rank's group; if ranks are on unlike devices, each group has the backend of its own devices."""
-        if len(rank_groups) == 1:
+        if len(rank_groups) == 1 and self._shares_world:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
+        timeout = None if self._shares_world else timedelta(seconds=self._sync.timeout_s)
         backends = [group_backend(self._rank_devices, group, dist.get_backend()) for group in rank_groups]
-        groups = [dist.new_group(group, backend=backend) for group, backend in zip(rank_groups, backends, strict=True)]
+        groups = [dist.new_group(group, timeout, backend) for group, backend in zip(rank_groups, backends, strict=True)]
         return groups[rank_groups.index(_my_group(rank_groups))]
 
 

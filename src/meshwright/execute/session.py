@@ -22,6 +22,7 @@ from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, avera
 from meshwright.execute.batch_share import Share
 from meshwright.execute.counted_loss import LossCounter, without_recorder
 from meshwright.execute.data_parallel import MEAN, SUM, Reduction
+from meshwright.execute.process_groups import ProcessGroups
 
 _MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
 
@@ -53,9 +54,13 @@ class LossScaler:
 class Session:
     """Runs any plan that `apply` can apply. The batch given to `step` is this rank's share of the global batch."""
 
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, clip: float | None = None) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        seed: int = 0, clip: float | None = None, groups: ProcessGroups | None = None,
+    ) -> None:  # fmt: skip
+        """`groups` are process groups of the plan's mesh; None: they are made."""
         self.model, self.optimizer, self.seed, self.clip = model, optimizer, seed, clip
-        self.applied: AppliedPlan = apply(plan, model, optimizer)
+        self.applied: AppliedPlan = apply(plan, model, optimizer, groups)
         self.plan = plan = self.applied.plan
         if self.applied.gradient_sync:
             # `step` weights the loss by samples, so a plain sum is exact.

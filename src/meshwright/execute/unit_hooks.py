@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from meshwright.core.comm import Comm, Work
 from meshwright.execute.data_parallel import MEAN, Reduction
 from meshwright.execute.flat_buffer import FlatBuffer
+from meshwright.execute.module_hooks import on_gradient_accumulated
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.sharded_unit import ShardedUnit
 
@@ -64,7 +65,7 @@ class UnitHooks:
         for flat in (f for f in unit.flat_buffers if f.optimizer_shards):
             for slot, param in enumerate(flat.params):
                 self._slot_of_param[id(param)] = (unit, flat, slot)
-                param.register_post_accumulate_grad_hook(self._on_gradient_ready)
+                on_gradient_accumulated(param, self._on_gradient_ready)
         pre_hook = torch.compiler.disable(lambda _, args, kwargs: self._pre_forward(unit, args, kwargs))
         module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
         module.register_forward_hook(torch.compiler.disable(lambda _m, _a, output: self._post_forward(unit, output)))

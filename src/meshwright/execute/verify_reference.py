@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,11 +18,14 @@ from torch.utils import _pytree as pytree
 
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.memory_runtime import RandomKeys
+from meshwright.execute.verify_truncation import Truncation, copy_truncated
 
 Autocast = Callable[[], AbstractContextManager[None]]
 _RANDOM_DIFFERENCE = 1e-5  # of a loss, relative: beyond what kernels whose sums have no fixed order explain
 _NOISE = 0.02  # added to parameters whose elements are all alike
 _STAND_IN_RATE = 1e-3  # for a learning rate of zero, with which no step could be compared
+_WHOLE = Truncation()
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 class NotVerifiableError(Exception):
@@ -33,12 +35,16 @@ class NotVerifiableError(Exception):
 # -- copies --
 
 
-def copy_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def copy_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None, truncation: Truncation = _WHOLE
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A copy of the model and of its optimizer, which steps the copy, on another device if one is given. Its dropout modules drop nothing.
     Parameters whose elements are all alike (biases of zero, gains of one) get other values, the same in every copy: they would hide what a plan
     does with them."""
     try:
-        copied, stepper = copy.deepcopy((model, optimizer))
+        copied, stepper = copy_truncated(model, optimizer, truncation)
+    except OUT_OF_MEMORY:
+        raise
     except Exception as error:
         raise NotVerifiableError(f"{type(model).__name__} cannot be copied ({first_line(error)})") from error
     for key, value in vars(optimizer).items():  # torch copies only the state of its own base class

@@ -59,9 +59,11 @@ def describe_verification(plan: Plan, found: Verification) -> str:
         return "" if describe_inexactness(plan) else f"{plan.strategy} is not exact for this model: {found.reason}"
     if found.verdict == "not verified":
         return f"not verified: {found.reason}"
-    if found.is_cached or plan.world == 1:
+    left_out = found.describe_left_out()
+    if (found.is_cached and not left_out) or plan.world == 1:
         return ""
-    return f"verified in {show_seconds(found.seconds)}: {plan.strategy} computes what one device does, in {found.samples} samples"
+    how = f"computes what one device does, in {found.samples} samples{f' ({left_out})' * bool(left_out)}"
+    return f"verified {'before' if found.is_cached else f'in {show_seconds(found.seconds)}'}: {plan.strategy} {how}"
 
 
 def make_collective_check(

@@ -24,6 +24,7 @@ from meshwright.cost.collective_cost import collective_seconds, group_link
 from meshwright.cost.equivalent_stages import equivalent_pipeline_ranks
 from meshwright.cost.memory_cost import peak_bytes
 from meshwright.cost.step_cost import HEADROOM, in_flight_by_layer
+from meshwright.cost.verification_memory import verification_bytes
 from meshwright.plan.heterogeneous_planner import describe_shares
 from meshwright.plan.oom_advice import RetraceOptions, cluster_units, explain_oom, resize_cluster, with_memory
 from meshwright.plan.search import Ranking, ScoredPlan, rank_plans, rescore_best
@@ -230,7 +231,18 @@ def _describe_memory(ranking: Ranking) -> str:
     effect = f"It rules out {too_large} of {count} plans" if too_large else "It is no constraint: every legal plan fits"
     if ranking.num_considered:
         effect = f"Lower bounds on {ranking.num_considered:,} plans left {count} to estimate, of which {too_large} do not fit"
-    return f"Memory: {ranking.best.estimate.reason} (mostly {largest}). {effect}."
+    return f"Memory: {ranking.best.estimate.reason} (mostly {largest}). {effect}.{_describe_verification(ranking)}"
+
+
+def _describe_verification(ranking: Ranking) -> str:
+    """What verification needs before step 1, where that is more than training needs."""
+    plan, training = ranking.best.plan, ranking.best.estimate.memory_bytes[0]
+    needed = verification_bytes(plan, ranking.profile, ranking.workload.optimizer)
+    if needed <= training:
+        return ""
+    has = HEADROOM * ranking.cluster.in_device_order(plan.device_order).devices[0].memory_bytes
+    text = f" Verification before step 1 takes {show_bytes(needed)} on rank 0"
+    return f"{text}." if needed <= has else f"{text} for the whole model and does not fit: equal blocks stand for others, or the host runs it."
 
 
 def _describe_runner_up(best: ScoredPlan, runner_up: ScoredPlan) -> str:
