@@ -173,6 +173,7 @@ class _Verifier:
         what it found: the rows, or why there are none."""
         groups: ProcessGroups | None = make_process_groups(trial.plan.mesh, trial.plan.sync, trial.plan.rank_devices, shares_world=False)
         assert groups is not None
+        dist.barrier()  # a rank that fails at once must not close its groups while others still connect to them
         found, outcome = self._try_plan(trial, groups)
         if isinstance(outcome, _Failure):  # see [Note: a rank that fails alone]
             destroy_process_groups(groups)
