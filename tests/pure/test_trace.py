@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import pickle
@@ -757,3 +758,31 @@ def test_what_rank_0_says_of_such_a_model_reaches_other_ranks() -> None:
         trace_module_dataflow(Branches(), square, {"x": torch.zeros(BATCH, 8)})
     received = pickle.loads(pickle.dumps(error.value))
     assert isinstance(received, RequestError) and str(received) == str(error.value)
+
+
+class LazyTables(nn.Module):
+    """Makes tables when they are first needed, and keeps them in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tables, self.calls = nn.Linear(8, 8), {}, 0
+        self.table: Tensor | None = None
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def positions(self, length: int) -> Tensor:
+        return torch.arange(length).float().cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.table = torch.arange(8.0).sin() if self.table is None else self.table
+        self.tables.setdefault(8, torch.arange(8.0).tanh())
+        return self.linear(x) + self.table + self.tables[8] + self.positions(8)  # type: ignore[no-any-return]
+
+
+def test_a_trace_leaves_nothing_in_the_model() -> None:
+    model, batch = LazyTables(), {"x": torch.randn(4, 8)}
+    expected = copy.deepcopy(model)(batch["x"])
+    trace_module_dataflow(model, lambda m, b: m(b["x"]).mean(), batch)
+    trace_module(model, lambda m, b: m(b["x"]).mean(), batch, name="lazy")
+    assert (model.table, model.tables, model.calls) == (None, {}, 0)
+    assert torch.equal(model(batch["x"]), expected)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Task
+from meshwright.describe.preserved_attributes import preserved_attributes
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # what autocast computes in
 
@@ -96,6 +97,7 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
     named = [*model.named_parameters(), *model.named_buffers()]
     fakes = {name: _fake_like(tensor, precision, device) for name, tensor in named}
     with (
+        preserved_attributes(model),
         _replaced_tensors(model, [(tensor, fakes[name]) for name, tensor in named]),
         _shape_only_experts(model),
         _shape_only_masks(),
@@ -109,7 +111,7 @@ def copied_parameters(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """While active, the model's parameters and buffers are copies; the model itself is not modified, whatever runs."""
     named = [*model.named_parameters(), *model.named_buffers()]
     copies = {name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named}
-    with _replaced_tensors(model, [(tensor, copies[name]) for name, tensor in named]):
+    with preserved_attributes(model), _replaced_tensors(model, [(tensor, copies[name]) for name, tensor in named]):
         yield copies
 
 

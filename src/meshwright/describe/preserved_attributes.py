@@ -1,0 +1,52 @@
+"""Runs a model without leaving traces in it: what its code stores while it runs on fake tensors (tables made on demand, caches, counters) must not be
+found by the next step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_TORCH_REGISTRIES = ("_parameters", "_buffers", "_modules")  # and hooks: whoever changes these puts them back
+
+
+@contextmanager
+def preserved_attributes(model: nn.Module) -> Iterator[None]:
+    """While active, attributes of modules may be set, and lists, dicts and sets among them filled; afterwards they are as before. `lru_cache`s of
+    the modules' code that were filled are emptied."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    contents = [(value, value.copy()) for _, attributes in before for key, value in attributes.items() if _is_own_container(key, value)]
+    caches = [(cache, cache.cache_info().misses) for cache in _find_caches(model)]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            if vars(module).keys() != attributes.keys() or any(value is not attributes[key] for key, value in vars(module).items()):
+                vars(module).clear()
+                vars(module).update(attributes)
+        for container, content in contents:
+            _refill(container, content)
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _is_own_container(key: str, value: Any) -> bool:
+    return type(value) in (dict, list, set) and key not in _TORCH_REGISTRIES and "_hooks" not in key
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _find_caches(model: nn.Module) -> list[Any]:
+    """The cached functions in the classes of a model's modules and in the files that define them."""
+    classes = {base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith(("torch.", "builtins"))}
+    namespaces: list[Any] = [vars(cls) for cls in classes]
+    namespaces += [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes} if name in sys.modules]
+    found: dict[int, Callable[..., Any]] = {id(v): v for namespace in namespaces for v in list(namespace.values()) if hasattr(v, "cache_info")}
+    return list(found.values())
