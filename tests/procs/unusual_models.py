@@ -210,6 +210,8 @@ class Language(nn.Module):
             x = x * self.gain
         if self.sides is not None:
             x = x + self.sides[0](tokens) * self.sides[1](tokens)
+        if self.kind == "a part of a block":
+            x = x + self.blocks[0].norm(x)  # type: ignore[operator]
         if self.encoder is not None:
             x, early = self.encoder(x)
         for _ in range(3 if self.kind == "reused blocks" else 1):
@@ -245,7 +247,7 @@ BLOCKS: dict[str, type[Block]] = {
 }  # fmt: skip
 KINDS = (
     "scaled embedding", "renormalized embedding", "conv with its own forward", "reused blocks", "uncalled lists", "a parameter of its own",
-    "a value used late", "blocks by forward", "tied without repeats", "tied in a block", *BLOCKS,
+    "a value used late", "blocks by forward", "tied without repeats", "tied in a block", "a part of a block", *BLOCKS,
 )  # fmt: skip
 
 

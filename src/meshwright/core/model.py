@@ -68,6 +68,7 @@ class LayerProfile:
     matmul_workspace_bytes: float = 0.0  # unsaved bytes that one matmul, convolution or attention touches: fusion cannot remove them
     expensive_output_bytes: float = 0.0  # outputs of these operations in forward: selective recomputation keeps them
     has_inplace_ops: bool = False  # its code modifies such an output in place, so it cannot be kept
+    is_entered: bool = False  # the model's code calls a module inside it outside of its own call
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     block: str = ""  # name shared by repeated blocks of the same structure; "" for a layer in none

@@ -30,6 +30,7 @@ class LayerTrace:
     matmul_workspace_bytes: float = 0.0
     expensive_output_bytes: float = 0.0
     has_inplace_ops: bool = False
+    is_entered: bool = False
 
 
 def layer_profiles(
@@ -74,6 +75,7 @@ def layer_profiles(
                 matmul_workspace_bytes=figure(a.matmul_workspace_bytes, b.matmul_workspace_bytes),
                 expensive_output_bytes=figure(a.expensive_output_bytes, b.expensive_output_bytes),
                 has_inplace_ops=a.has_inplace_ops,
+                is_entered=a.is_entered,
                 tensors=tensors,
                 kernels=kernels,
                 block=block,

@@ -3,9 +3,11 @@ found by the next step."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -48,5 +50,7 @@ def _find_caches(model: nn.Module) -> list[Any]:
     classes = {base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith(("torch.", "builtins"))}
     namespaces: list[Any] = [vars(cls) for cls in classes]
     namespaces += [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes} if name in sys.modules]
-    found: dict[int, Callable[..., Any]] = {id(v): v for namespace in namespaces for v in list(namespace.values()) if hasattr(v, "cache_info")}
-    return list(found.values())
+    functions = [value for namespace in namespaces for value in list(namespace.values()) if callable(value)]
+    cells = [cell for function in functions if isinstance(function, FunctionType) for cell in function.__closure__ or ()]
+    functions += [cell.cell_contents for cell in cells if cell != CellType()]  # what a decorator has wrapped
+    return list({id(function): function for function in functions if isinstance(function, functools._lru_cache_wrapper)}.values())

@@ -141,6 +141,8 @@ def _trace_step(
         recorder.layer_traces[name].rematerialized_bytes = float(size)
     for name, representative in representative_of.items():
         recorder.layer_traces[name] = recorder.layer_traces[representative]
+    for name in recorder.entered_layers.intersection(recorder.layer_traces):
+        recorder.layer_traces[name] = replace(recorder.layer_traces[name], is_entered=True)
     return recorder.layer_traces, isinstance(value, tuple)
 
 
@@ -153,6 +155,7 @@ class _ProfileRecorder(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.layer_traces: dict[str, LayerTrace] = {"": LayerTrace()}
         self.stack: list[str] = [""]
+        self.entered_layers: set[str] = set()  # layers of which a module was called outside of the layer's own call
         self.modules: list[str] = []  # stack of running modules that have parameters of their own
         self._sequence_starts: list[int] = [0]  # first autograd sequence number of each run of nodes …
         self._node_layers: list[str] = [""]  # … the layer that owns the run …
@@ -178,8 +181,10 @@ class _ProfileRecorder(TorchDispatchMode):
         self._loose_ops_start = len(self.layer_traces[""].live_bytes)
         self._start_node_run()
 
-    def enter_module(self, name: str, *_: object) -> None:
+    def enter_module(self, layer: str, name: str, *_: object) -> None:
         self.modules.append(name)
+        if name and layer not in self.stack:
+            self.entered_layers.add(layer)
 
     def leave_module(self, *_: object) -> None:
         self.modules.pop()
@@ -384,7 +389,7 @@ def _layer_hooks(layers: list[Layer], recorder: _ProfileRecorder) -> Iterator[No
         for layer in (layer for layer in layers if not layer.own_parameters_only):
             for name, module in layer.module.named_modules():
                 if any(True for _ in module.parameters(recurse=False)):
-                    stack.enter_context(module.register_forward_pre_hook(partial(recorder.enter_module, name)))
+                    stack.enter_context(module.register_forward_pre_hook(partial(recorder.enter_module, layer.name, name)))
                     stack.enter_context(module.register_forward_hook(recorder.leave_module))
             stack.enter_context(layer.module.register_forward_pre_hook(lambda *_, name=layer.name: recorder.enter_layer(name)))
             stack.enter_context(layer.module.register_forward_hook(lambda _m, _a, output: recorder.leave_layer(output)))

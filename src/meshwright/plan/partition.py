@@ -11,11 +11,13 @@ _MIN_UNIT_SHARE = 0.05  # a layer that holds less of the parameters than this is
 def choose_units(profile: ModelProfile) -> tuple[str, ...]:
     """The repeated blocks; in a model without repeated blocks, the layers with more than `_MIN_UNIT_SHARE` of the parameters. None in a model whose
     code reads values: a rank may skip a block that others run, and would never join its collectives. A layer that nobody calls (`layer.forward(x)`
-    runs no hooks) is not one, nor is one that shares a parameter with another layer, which reads it outside of its call."""
+    runs no hooks) is not one, nor is one whose parameters are read outside of its call: by another layer that shares them, or by the model's code
+    (`blocks[0].norm(x)`)."""
     if profile.untraceable:
         return ()
     is_traced = any(layer.kernels for layer in profile.layers)
-    layers = [layer for layer in profile.layers if (layer.kernels or not is_traced) and not _shares_parameters(layer, profile)]
+    layers = [layer for layer in profile.layers if (layer.kernels or not is_traced) and not layer.is_entered]
+    layers = [layer for layer in layers if not _shares_parameters(layer, profile)]
     blocks = tuple(layer.name for layer in layers if layer.block)
     if blocks:
         return blocks

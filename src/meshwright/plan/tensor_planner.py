@@ -300,7 +300,7 @@ def _sizes_computed_from(graph: DataflowGraph, dim_names: Mapping[int, str]) -> 
     for read in flow.size_reads:
         factors, call = flow.values[read.value].logical_dims[read.dim], graph.innermost_call.get(read.before_operation)
         reads |= {(logical_dim, call.module) for logical_dim in factors if len(factors) > 1 and call is not None and logical_dim in dim_names}
-    for op in (o for o in flow.operations if o.call_index >= 0):
+    for op in (o for o in flow.operations if o.call_index >= 0 and o.inputs):
         split = {dims[0] for dims in flow.values[op.outputs[0]].logical_dims if len(dims) == 1}
         whole = {s for dims in flow.values[op.inputs[0]].logical_dims if len(dims) > 1 for s in dims}
         yield from sorted((s, op.module) for s in split & whole if (s, op.module) in reads)
