@@ -30,6 +30,7 @@ def refusal(kind: str, mesh: str, constraints: dict[str, Any]) -> str:
         "conv with its own forward": "combines sharded positions",
         "blocks by forward": "combines sharded positions",
         "reused blocks": "blocks.0 is called several times",
+        "a part of a block": "is called several times, with sharded and with replicated positions|is used several times",
         "asks for finite values": "needs all positions of a value that no module returns",
     }
     reasons |= dict.fromkeys(("depthwise conv as a function", "concatenated features", "repeated mask"), whole)

@@ -49,7 +49,7 @@ def find_copy_sites(
     """The copy sites, and the unsharded parameters whose gradients are partial."""
     statistics = _norm_statistics(graph, sharded_dims)
     partial_uses: dict[int, set[int]] = {}  # unsharded value → sharded operations that read it
-    partial_parameters: dict[str, None] = {}
+    partial_parameters: dict[str, set[int]] = {}  # unsharded parameter → sharded operations that read it
     sums: dict[int, tuple[int, int]] = {}  # value that is a partial sum → the contracted logical dim, and the operation from which it is complete
     ops_by_input: dict[tuple[str, int], set[int]] = {}  # module and the position of its input → sharded operations that read it
     for index, op in enumerate(graph.dataflow.operations):
@@ -67,7 +67,7 @@ def find_copy_sites(
             if not is_unsharded or not graph.dataflow.values[value].needs_grad or (parameter and (is_gathered or adds_bias_later)):
                 continue
             if parameter:
-                partial_parameters[parameter] = None
+                partial_parameters.setdefault(parameter, set()).add(index)
             else:
                 partial_uses.setdefault(value, set()).add(index)
 
@@ -76,6 +76,9 @@ def find_copy_sites(
         layers = {call.module for i in ops if (call := graph.innermost_call.get(i)) is not None} & gathered_layers
         return ShardingBlockedError(min(dims or sharded_dims) if dims or not layers else -1, reason, layers)
 
+    for name, ops in partial_parameters.items():
+        if graph.parameter_reads(name) - ops:
+            raise blocked(ops, f"{name} is read by unsharded operations too")
     sites: list[CollectiveSite] = []
     for value, ops in sorted(_lift_grad_sums(graph, partial_uses).items()):
         for site in _place_sites(graph, site_builder, value, ops, blocked):

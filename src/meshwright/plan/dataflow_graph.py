@@ -92,6 +92,12 @@ class DataflowGraph:
             if len(op.inputs) == 1 and op.inputs[0] in self.parameter_of:
                 self.parameter_of.update(dict.fromkeys(op.outputs, self.parameter_of[op.inputs[0]]))
 
+    def parameter_reads(self, name: str) -> set[int]:
+        """The operations that read a parameter, or a view of it, and have a gradient."""
+        reads = {i for value, parameter in self.parameter_of.items() if parameter == name for i in self.consumers.get(value, [])}
+        outputs = {i: self.op(i).outputs for i in reads}
+        return {i for i in reads if any(self.dataflow.values[v].needs_grad and v not in self.parameter_of for v in outputs[i])}
+
     def op(self, index: int) -> Operation:
         return self.dataflow.operations[index]
 

@@ -127,6 +127,15 @@ class _SitePlacement:
         for module in {c.module for c in region.reduced_outputs.values()} | set(region.dropout_modules):
             if any(c.outputs[0] not in region.sharded_values for c in self.graph.calls_by_module[module]):
                 raise SequenceParallelError(f"{module} {several}")
+        for name, ops in region.partial_parameters.items():
+            if any(not self._has_partial_gradient(name, index) for index in self.graph.parameter_reads(name) - ops):
+                raise SequenceParallelError(f"{name} is used several times, with sharded and with replicated positions")
+
+    def _has_partial_gradient(self, name: str, index: int) -> bool:
+        """Whether a parameter's gradient from this operation is a partial sum: inside a tensor-parallel region, or before a reduce-scatter."""
+        if name in self.region.policy.partial_grad_parameters:
+            return True
+        return any(c.first_op <= index < c.end_op for c in self.region.reduced_outputs.values())
 
     def _check_reads(self) -> None:
         """Raise where code reads the number of positions from a sharded value, which gives this rank's number, and uses it for a replicated value."""

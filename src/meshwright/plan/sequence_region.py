@@ -98,7 +98,7 @@ class SequenceRegion:
         flow = self.graph.dataflow
         self.sharded_values: set[int] = set(self.reduced_outputs)
         self.dropout_modules: dict[str, int] = {}  # modules that multiply by random numbers → their output
-        self.partial_parameters: dict[str, None] = {}
+        self.partial_parameters: dict[str, set[int]] = {}  # replicated parameter → operations that read it for this rank's positions
         self.needs_gather: dict[int, set[int]] = {}  # sharded value → operations that need it gathered
         self.needs_scatter: dict[int, set[int]] = {}  # replicated value → operations that need only this rank's positions
         calls = {c.first_op: c for c in sorted(flow.modules, key=lambda c: c.first_op - c.end_op) if len(c.inputs) == len(c.outputs) == 1}
@@ -130,7 +130,8 @@ class SequenceRegion:
             if self.has_dim(value) and value not in sharded:
                 self.needs_scatter.setdefault(value, set()).add(index)
         self.sharded_values.update(v for v in op.outputs if self.has_dim(v))
-        self.partial_parameters.update(dict.fromkeys(self.graph.parameter_of[v] for v in parameters))
+        for value in parameters:
+            self.partial_parameters.setdefault(self.graph.parameter_of[value], set()).add(index)
 
     def _is_position_wise(self, op: Operation) -> bool:
         """Whether an operation treats all positions alike and touches no dim that tensor parallelism shards."""
