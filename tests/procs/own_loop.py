@@ -56,6 +56,19 @@ class Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Branching(Net):
+    """One layer is never used, and one only for some samples, of which a rank's share or a batch may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.branch = nn.Linear(16, 16), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rare = x[:, 0] > 1.0
+        out = super().forward(x)
+        return out.index_add(0, rare.nonzero()[:, 0], self.branch(x[rare])) if rare.any() else out
+
+
 def samples(count: int) -> TensorDataset:
     x = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return TensorDataset(x, (x.sum(1) * 2).long().clamp(-1, 1) + 1, torch.arange(count))
@@ -68,10 +81,12 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 class Script:
     """What a script makes before its loop. `prepare` is None on one device."""
 
-    def __init__(self, count: int = 29, prepare: Callable[..., Any] | None = None, fused: bool = False, **net: Any) -> None:
+    def __init__(self, count: int = 29, prepare: Callable[..., Any] | None = None, fused: bool = False, branches: bool = False, **net: Any) -> None:
         torch.manual_seed(0)
-        self.model: Any = Net(**net).double()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=fused)
+        self.model: Any = Branching().double() if branches else Net(**net).double()
+        params = self.model.parameters()
+        decaying = torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.1) if branches else None
+        self.optimizer = decaying or torch.optim.AdamW(params, lr=0.02, fused=fused)
         self.scheduler: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
         self.loader: Any = DataLoader(samples(count), BATCH, shuffle=True)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -174,7 +189,7 @@ def plan_for(mesh: str, shares: tuple[int, ...] = (), model: nn.Module | None = 
 def run_loop(rank: int, world: int, init_method: str, loop: str, mesh: str, made: dict[str, Any] | None = None, **constraints: Any) -> dict[str, Any]:
     """What the loop yields, and the whole state that it leaves."""
     with group(rank, world, init_method), redirect_stderr(io.StringIO()) as said:
-        runs, plan = [], plan_for(mesh, **constraints)
+        runs, plan = [], plan_for(mesh, model=Branching().double() if (made or {}).get("branches") else None, **constraints)
 
         def prepare(*things: Any) -> Any:
             runs.append(mw.prepare(*things, plan=plan))

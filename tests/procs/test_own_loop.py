@@ -45,6 +45,13 @@ def test_on_four_ranks(pool: Any, plan: dict[str, Any], loop: str) -> None:
     check(pool, loop, plan, world=4, count=25)
 
 
+@pytest.mark.parametrize("loop", ["plain", "clipped", "accumulated"])
+@pytest.mark.parametrize("plan", ["dp", "unequal shares", "zero 1", "zero 2", "zero 3", "offload"])
+def test_parameters_that_no_backward_reaches_stay_as_they_are(pool: Any, plan: str, loop: str) -> None:
+    """Weight decay and momentum would move them. Whether one is reached may differ between ranks and steps."""
+    check(pool, loop, PLANS[plan], branches=True)
+
+
 @pytest.mark.parametrize("plan", ["zero 1", "zero 3", "offload"])
 def test_a_scaler_that_an_optimizers_kernel_reads(pool: Any, plan: str) -> None:
     """A fused optimizer unscales gradients itself, and skips a step by the flag that ranks agree on."""

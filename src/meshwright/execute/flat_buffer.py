@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshwright.core.comm import Comm, Work
 from meshwright.execute.data_parallel import OptimizerShard
 from meshwright.execute.shard_layout import ShardLayout, make_shard_layout, param_views
+from meshwright.execute.unreached_parameters import fill_unreached, note_unreached
 from meshwright.schedule.buckets import Bucket, ParamReplication, unit_buckets
 
 
@@ -33,6 +34,8 @@ class FlatBuffer:
     optimizer_shards: tuple[OptimizerShard, ...] = ()  # of `local_shard`, by optimizer param group; none for frozen parameters
     grads: Tensor | None = None  # the reduce-scatter's input
     awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
+    missing_slots: set[int] = field(default_factory=set)  # slots that this rank's last backward did not reach
+    unreached_slots: set[int] = field(default_factory=set)  # slots that no rank's backward has reached
     is_sent: bool = False  # reduce-scattered in this backward
     pending_gather: Work | None = None
 
@@ -66,9 +69,11 @@ class FlatBuffer:
         return self.grads[offset : offset + numel].view_as(self.params[slot])
 
     def take_grads(self) -> Tensor:
-        """Pass the reduce-scatter's input to the caller. Gradients that backward did not reach are zero."""
+        """Pass the reduce-scatter's input to the caller. Gradients that backward did not reach are zeros that say so; see
+        [Note: parameters that no backward reaches]."""
         for slot in self.awaited_slots:
-            self.grad_view(slot).zero_()
+            fill_unreached(self.grad_view(slot))
+        self.missing_slots = set(self.awaited_slots)
         assert self.grads is not None
         grads, self.grads, self.is_sent = self.grads, None, True
         return grads
@@ -79,6 +84,7 @@ class FlatBuffer:
 
     def add_shard_gradient(self, reduced: Tensor) -> None:
         """Add a reduce-scatter's output to the gradients of the optimizer's shards."""
+        note_unreached(self, reduced, self.optimizer_shards[0].param.grad is not None)
         for shard in self.optimizer_shards:
             new = reduced[shard.start : shard.start + shard.param.numel()]
             shard.param.grad = new if shard.param.grad is None else shard.param.grad.add_(new)
