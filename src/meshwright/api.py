@@ -151,7 +151,7 @@ def prepare(
         plans, why = _resolve_plan(given.model, given.optimizer, raw, loss_fn, plan, strategy, launched)
         chosen, why = _verified_plan(plans, why, given.model, given.optimizer, raw, loss_fn, seed, launched)
     parameters = {name: weakref.ref(p) for name, p in given.model.named_parameters()}
-    session = Session(chosen, given.model, given.optimizer, seed=seed, clip=clip)
+    session = Session(chosen, given.model, given.optimizer, seed=seed, clip=clip, planned_loss=loss_fn)
     follow_sharded_gradients(session.applied, parameters)
     if launched.rank == 0:
         _report_plan(chosen, why, launched)

@@ -54,6 +54,9 @@ class OwnLoop:
     def reduction(self) -> Reduction:
         """How a backward of the script's own combines gradients; see [Note: the weight of a backward]."""
         share, mesh = self.share(), self.session.plan.mesh
+        if self.session.plan.samples.loss == "sum":  # over the samples of a batch, and so over its ranks
+            parts = mesh.cp * (share.copies if share is not None else 1)
+            return Reduction("sum", 1.0 / parts if parts > 1 else None)
         if share is None or share.is_even:
             return MEAN
         if mesh.ep > 1:
