@@ -151,6 +151,20 @@ def scaled(s: Script) -> Iterator[float]:
         yield s.scaler.get_scale()
 
 
+def overflowing_shard(s: Script) -> Iterator[float]:
+    """In the second step a gradient overflows in the part of one rank alone, so that every rank must skip it."""
+    for index, (x, y, _) in enumerate(s.loader):
+        s.optimizer.zero_grad()
+        loss = F.cross_entropy(s.model(x), y)
+        s.scaler.scale(loss).backward()
+        if index == 1 and (not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1):
+            s.model.up.weight.grad[-1, 0] = torch.inf
+        s.scaler.step(s.optimizer)
+        s.scaler.update()
+        yield float(mw.mean(loss))
+        yield s.scaler.get_scale()
+
+
 def with_closure(s: Script) -> Iterator[float]:
     for x, y, _ in s.loader:
 
@@ -163,7 +177,7 @@ def with_closure(s: Script) -> Iterator[float]:
         yield float(mw.mean(s.optimizer.step(closure)))
 
 
-LOOPS = {f.__name__: f for f in (plain, clipped, accumulated, scaled, with_closure)}
+LOOPS = {f.__name__: f for f in (plain, clipped, accumulated, scaled, overflowing_shard, with_closure)}
 
 
 def alone(loop: str, **made: Any) -> list[float]:

@@ -58,6 +58,11 @@ def test_a_scaler_that_an_optimizers_kernel_reads(pool: Any, plan: str) -> None:
     check(pool, "scaled", PLANS[plan], fused=True)
 
 
+@pytest.mark.parametrize(("mesh", "world"), [("tp=2", 2), ("dp=2,tp=2", 4)])
+def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all(pool: Any, mesh: str, world: int) -> None:
+    check(pool, "overflowing_shard", {"mesh": mesh}, world=world)
+
+
 @pytest.mark.parametrize("plan", ["dp", "zero 1", "zero 3"])
 def test_a_closure(pool: Any, plan: str) -> None:
     check(pool, "with_closure", PLANS[plan])
