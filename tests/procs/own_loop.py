@@ -364,6 +364,22 @@ def other_models(rank: int, world: int, init_method: str, kind: str, mesh: str, 
         return found
 
 
+def clipped_by_nan(rank: int, world: int, init_method: str, zero: int) -> list[float]:
+    """Gradient norms of three backwards, of which the second is NaN and its step is left out."""
+    with group(rank, world, init_method):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)).double()  # 26 parameters, which a shard pads
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        memory = mw.MemoryPolicy(zero=zero)  # type: ignore[arg-type]
+        applied = mw.parallelize(net, optimizer, mw.Plan("t", 6, mw.Mesh(shard=world), memory=memory))
+        norms = []
+        for factor in (1.0, torch.nan, 1.0):
+            (net(torch.ones(2, 3, dtype=torch.float64)).sum() * factor).backward()
+            norms.append(float(applied.clip_gradients(1.0)))
+            optimizer.zero_grad()
+        return norms
+
+
 def refusals(rank: int, world: int, init_method: str) -> dict[str, str]:
     """What is said where a loop would go wrong on several ranks."""
     with group(rank, world, init_method):

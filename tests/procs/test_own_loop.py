@@ -63,6 +63,12 @@ def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all(pool: Any, mesh: s
     check(pool, "overflowing_shard", {"mesh": mesh}, world=world)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_gradient_of_nan_that_is_left_out_leaves_no_nan(pool: Any, zero: int) -> None:
+    for first, second, third in pool.run("procs.own_loop:clipped_by_nan", world=3, zero=zero):
+        assert second != second and third == first > 0
+
+
 @pytest.mark.parametrize("plan", ["dp", "zero 1", "zero 3"])
 def test_a_closure(pool: Any, plan: str) -> None:
     check(pool, "with_closure", PLANS[plan])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.core.comm import Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.shard_layout import ShardLayout, param_views
+from meshwright.execute.shard_layout import ShardLayout, padding_of, param_views
 from meshwright.execute.unreached_parameters import fill_unreached, is_unreached, note_unreached
 from meshwright.schedule.buckets import Bucket
 
@@ -27,6 +27,7 @@ class BucketState:
     grads: Tensor | None = None  # the flat gradient; None while released (stage 2)
     flat_params: Tensor | None = None  # stages 1 and 2
     shard: nn.Parameter | None = None  # this rank's slice of `flat_params`, which the optimizer steps
+    shard_padding: tuple[slice, ...] = ()  # parts of `shard` that belong to no parameter
     grad_views: list[Tensor] = field(default_factory=list)  # views of `grads`, one for each parameter
     awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
     missing_slots: set[int] = field(default_factory=set)  # slots that this rank's last backward did not reach
@@ -62,6 +63,9 @@ class BucketState:
         for view, param in zip(param_views(flat, self.layout, self.params), self.params, strict=True):
             param.data = view.copy_(param.data)
         self.flat_params, self.shard = flat, nn.Parameter(self.slices.local_shard(flat))
+        start, size = self.slices.start, self.slices.size
+        gaps = (slice(max(gap.start - start, 0), min(gap.stop - start, size)) for gap in padding_of(self.layout))
+        self.shard_padding = tuple(gap for gap in gaps if gap.start < gap.stop)
         return self.shard
 
     def await_all(self) -> None:
@@ -127,6 +131,8 @@ class BucketState:
             self.shard.grad = grad.clone() if self.shard.grad is None else self.shard.grad.add_(grad)
             self.grads, self.grad_views, self.pending = None, [], None
         else:
+            for gap in self.shard_padding:  # a step that clipping by a NaN has spoilt leaves NaN there, and backward writes only parameters' parts
+                grad[gap].zero_()
             self.shard.grad = grad if self.accumulated is None else grad.add_(self.accumulated)
             self.accumulated = None
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.core.comm import Comm, Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.shard_layout import ShardLayout, make_shard_layout, param_views
+from meshwright.execute.shard_layout import ShardLayout, make_shard_layout, padding_of, param_views
 from meshwright.execute.unreached_parameters import fill_unreached, note_unreached
 from meshwright.schedule.buckets import Bucket, ParamReplication, unit_buckets
 
@@ -124,7 +124,7 @@ class FlatBufferFactory:
         gathered = torch.empty(layout.numel, dtype=self._gathered_dtype(first), device=first.device)
         nan = torch.full((), float("nan"), device=first.device).to(gathered.dtype)
         views, placeholders = tuple(param_views(gathered, layout, params)), tuple(nan.expand(p.shape) for p in params)
-        flat = FlatBuffer(layout, params, slices, slices.local_shard(full).clone(), gathered, views, placeholders, _padding(layout))
+        flat = FlatBuffer(layout, params, slices, slices.local_shard(full).clone(), gathered, views, placeholders, padding_of(layout))
         if first.requires_grad:
             flat.optimizer_shards = tuple(_split_by_param_group(flat, [self._param_group(p) for p in params]))
             flat.await_gradients()
@@ -136,11 +136,6 @@ class FlatBufferFactory:
 
     def _param_group(self, param: nn.Parameter) -> int:
         return self.param_groups.get(id(param), -1)
-
-
-def _padding(layout: Bucket) -> tuple[slice, ...]:
-    ends = [*(s.offset for s in layout.slots[1:]), layout.numel]
-    return tuple(slice(s.offset + s.numel, end) for s, end in zip(layout.slots, ends, strict=True) if s.offset + s.numel < end)
 
 
 def _split_by_param_group(flat: FlatBuffer, groups: Sequence[int]) -> Iterator[OptimizerShard]:
