@@ -17,6 +17,8 @@ from torch.nn.utils import clip_grad_norm_  # as scripts import it, long before 
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
+from meshwright.core.plan import BalancePolicy
+from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.full_state import full_state
 from meshwright.zoo.keyed_random import KeyedDropout
 from tests import convolutional
@@ -334,6 +336,27 @@ def buffers(rank: int, world: int, init_method: str) -> list[list[float]]:
         script = Script(prepare=lambda *things: mw.prepare(*things, plan=mw.Plan("t", BATCH, mw.Mesh(dp=world))), norm=True)
         list(plain(script))
         return [b.tolist() for name, b in script.model.named_buffers() if "running" in name]
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for name, value in (("statistic", torch.zeros(2)), ("table", torch.full((3,), 0.1)), ("count", torch.zeros((), dtype=torch.long))):
+            self.register_buffer(name, value)
+        self.register_buffer("flag", torch.tensor(True))
+
+
+def averaged(rank: int, world: int, init_method: str, shares: tuple[int, ...]) -> dict[str, list[Any]]:
+    """Buffers after averaging, of which two differ between ranks before it."""
+    with group(rank, world, init_method):
+        model = Buffered()
+        plan = mw.Plan("t", 8, mw.Mesh(dp=world), balance=BalancePolicy(shares))
+        applied = mw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+        model.statistic += rank  # type: ignore[operator]
+        model.count += rank  # type: ignore[operator]
+        average_buffers(applied)
+        return {name: buffer.view(-1).tolist() for name, buffer in model.named_buffers()}
 
 
 # -- experts, tables and blocks of images --

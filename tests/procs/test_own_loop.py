@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.core.mesh import Mesh
 from meshwright.launch import RankFailure
@@ -133,6 +134,13 @@ def test_dropout_is_keyed_by_step_and_sample(pool: Any) -> None:
     assert single != pytest.approx(without, rel=1e-3)
     for mine in pool.run("procs.own_loop:key_of_dropout", world=2, mesh="dp=2"):
         assert mine == pytest.approx(single, rel=1e-9)
+
+
+def test_only_buffers_that_differ_are_averaged_and_by_samples(pool: Any) -> None:
+    for rank, found in enumerate(pool.run("procs.own_loop:averaged", world=3, shares=(5, 2, 1))):
+        assert found["statistic"] == pytest.approx([(2 * 1 + 1 * 2) / 8] * 2)
+        assert found["count"] == [rank] and found["flag"] == [True]
+        assert found["table"] == [torch.tensor(0.1).item()] * 3  # to the bit
 
 
 def test_running_statistics_are_equal_after_a_pass(pool: Any) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
-from meshwright.execute.apply import average_buffers
+from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.batch_share import Share
 from meshwright.execute.data_parallel import MEAN, Reduction
 from meshwright.execute.offload import has_closure
@@ -114,8 +114,7 @@ class OwnLoop:
         """Make running statistics equal on all ranks, if a step was taken since: before they are used or saved."""
         if self._is_stale:
             self._is_stale = False
-            with torch.no_grad():
-                average_buffers(self.session.applied)
+            average_buffers(self.session.applied)
 
     def _say(self, text: str) -> None:
         if self.session.applied.groups.rank == 0:

@@ -18,7 +18,8 @@ from meshwright.core.model import LOSS_LAYER
 from meshwright.core.plan import Plan, compiles_layer
 from meshwright.core.sample_coupling import counts_targets
 from meshwright.core.task import Batch, Loss
-from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, average_buffers
+from meshwright.execute.apply import AppliedPlan, apply, autocast_factory
+from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.batch_share import Share
 from meshwright.execute.counted_loss import LossCounter, without_recorder
 from meshwright.execute.data_parallel import MEAN, SUM, Reduction
