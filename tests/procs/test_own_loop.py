@@ -70,6 +70,18 @@ def test_a_gradient_of_nan_that_is_left_out_leaves_no_nan(pool: Any, zero: int) 
         assert second != second and third == first > 0
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_sync_is_as_on_one_device(pool: Any, plan: str) -> None:
+    check(pool, "without_sync", PLANS[plan], count=64)
+
+
+def test_no_sync_sends_gradients_once_a_step_and_refuses_what_it_cannot_weight(pool: Any) -> None:
+    sent = [pool.run("procs.own_loop:run_loop", world=2, loop=loop, made={"count": 64}, mesh="dp=2")[0]["sent"] for loop in ("plain", "without_sync")]
+    assert sent[0] == 16 * sent[1] / 2  # 16 backwards of which all, or two, send
+    with pytest.raises(RankFailure, match="no_sync: this batch is split unequally"):
+        pool.run("procs.own_loop:run_loop", world=2, loop="without_sync", made={"count": 29}, mesh="dp=2")
+
+
 @pytest.mark.parametrize("plan", ["dp", "zero 1", "zero 3"])
 def test_a_closure(pool: Any, plan: str) -> None:
     check(pool, "with_closure", PLANS[plan])
