@@ -37,7 +37,7 @@ from meshwright.execute import gather_metrics
 from meshwright.execute.apply import AppliedPlan, apply
 from meshwright.execute.own_loop import OwnLoop, check_optimizer
 from meshwright.execute.process_groups import ProcessGroups, make_process_groups, register_backend
-from meshwright.execute.rank_loader import RankLoader, current_loader, latest_loader, prepare_loaders, used_loaders
+from meshwright.execute.rank_loader import OneShotLoader, RankLoader, current_loader, keep_first_batch, latest_loader, prepare_loaders, used_loaders
 from meshwright.execute.session import Session, sample_count
 from meshwright.execute.sharded_gradients import clip_grad_norm_, follow_sharded_gradients
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, detect_launched_rank, join_process_group
@@ -143,7 +143,8 @@ def prepare(
     launched = _init_process_group()
     device = _rank_device(launched)
     given.model.to(device)
-    first = given.loaders[0] if given.loaders else latest_loader()
+    given_loaders = [keep_first_batch(loader) for loader in given.loaders]
+    first = given_loaders[0] if given_loaders else latest_loader()
     if first is None:
         raise RequestError("prepare needs the loader, whose batch is the global batch: prepare(model, optimizer, loader)")
     raw = first.raw_loader if isinstance(first, RankLoader) else first
@@ -151,11 +152,11 @@ def prepare(
         plans, why = _resolve_plan(given.model, given.optimizer, raw, loss_fn, plan, strategy, launched)
         chosen, why = _verified_plan(plans, why, given.model, given.optimizer, raw, loss_fn, seed, launched)
     parameters = {name: weakref.ref(p) for name, p in given.model.named_parameters()}
-    session = Session(chosen, given.model, given.optimizer, seed=seed, clip=clip)
+    session = Session(chosen, given.model, given.optimizer, seed=seed, clip=clip, planned_loss=loss_fn)
     follow_sharded_gradients(session.applied, parameters)
     if launched.rank == 0:
         _report_plan(chosen, why, launched)
-    loaders = prepare_loaders(given.loaders or (first,), session, device)
+    loaders = prepare_loaders(given_loaders or (first,), session, device)
     return Run(session, given, loaders if given.loaders else (), why, reader=loaders[0])
 
 
@@ -369,8 +370,6 @@ def _verified_plan(
 
 def _batch_to_verify(loader: Iterable[Batch]) -> Batch:
     """An example batch. The loader is left as it is."""
-    if isinstance(loader, Iterator):
-        raise RequestError("the loader is an iterator, whose batches can be read only once: pass a DataLoader or a list")
     generator = getattr(loader, "generator", None)
     state = generator.get_state() if generator is not None else None
     try:
@@ -387,11 +386,10 @@ def _example_batch(loader: Iterable[Batch]) -> Batch:
         if not count:
             raise RequestError("the loader yields nothing: its data set is empty")
         return loader.collate_fn([loader.dataset[i] for i in range(count)])
-    if iter(loader) is loader:
-        raise RequestError("prepare reads a batch to plan with, and a generator would lose it: give it a DataLoader or a list, or a plan")
-    for batch in loader:
-        return batch
-    raise RequestError("the loader yields nothing: its data set is empty")
+    try:
+        return loader.peek() if isinstance(loader, OneShotLoader) else next(iter(loader))
+    except StopIteration:
+        raise RequestError("the loader yields nothing: its data set is empty, or it is a generator at its end") from None
 
 
 def _report_plan(plan: Plan, why: str, launched: LaunchedRank) -> None:

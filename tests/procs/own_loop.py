@@ -17,6 +17,8 @@ from torch.nn.utils import clip_grad_norm_  # as scripts import it, long before 
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
+from meshwright.core.plan import BalancePolicy
+from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.full_state import full_state
 from meshwright.zoo.keyed_random import KeyedDropout
 from tests import convolutional
@@ -56,6 +58,19 @@ class Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Branching(Net):
+    """One layer is never used, and one only for some samples, of which a rank's share or a batch may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.branch = nn.Linear(16, 16), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rare = x[:, 0] > 1.0
+        out = super().forward(x)
+        return out.index_add(0, rare.nonzero()[:, 0], self.branch(x[rare])) if rare.any() else out
+
+
 def samples(count: int) -> TensorDataset:
     x = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return TensorDataset(x, (x.sum(1) * 2).long().clamp(-1, 1) + 1, torch.arange(count))
@@ -68,10 +83,12 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 class Script:
     """What a script makes before its loop. `prepare` is None on one device."""
 
-    def __init__(self, count: int = 29, prepare: Callable[..., Any] | None = None, fused: bool = False, **net: Any) -> None:
+    def __init__(self, count: int = 29, prepare: Callable[..., Any] | None = None, fused: bool = False, branches: bool = False, **net: Any) -> None:
         torch.manual_seed(0)
-        self.model: Any = Net(**net).double()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=fused)
+        self.model: Any = Branching().double() if branches else Net(**net).double()
+        params = self.model.parameters()
+        decaying = torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.1) if branches else None
+        self.optimizer = decaying or torch.optim.AdamW(params, lr=0.02, fused=fused)
         self.scheduler: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
         self.loader: Any = DataLoader(samples(count), BATCH, shuffle=True)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -119,6 +136,18 @@ def accumulated(s: Script) -> Iterator[float]:
             s.scheduler.step()
 
 
+def without_sync(s: Script) -> Iterator[float]:
+    """Several backwards a step, of which only the last sends gradients; on one device, torch's modules have no such method."""
+    for index, (x, y, _) in enumerate(s.loader):
+        with getattr(s.model, "no_sync", contextlib.nullcontext)() if index % 4 < 3 else contextlib.nullcontext():
+            loss = F.cross_entropy(s.model(x), y) / 4
+            loss.backward()
+        yield float(mw.mean(loss))
+        if index % 4 == 3:
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+
+
 def scaled(s: Script) -> Iterator[float]:
     """The second step overflows in one element, so that every rank must skip it."""
     for index, (x, y, _) in enumerate(s.loader):
@@ -130,6 +159,20 @@ def scaled(s: Script) -> Iterator[float]:
         if index % 2:
             s.scaler.unscale_(s.optimizer)
             yield float(clip_grad_norm_(s.model.parameters(), 0.3))
+        s.scaler.step(s.optimizer)
+        s.scaler.update()
+        yield float(mw.mean(loss))
+        yield s.scaler.get_scale()
+
+
+def overflowing_shard(s: Script) -> Iterator[float]:
+    """In the second step a gradient overflows in the part of one rank alone, so that every rank must skip it."""
+    for index, (x, y, _) in enumerate(s.loader):
+        s.optimizer.zero_grad()
+        loss = F.cross_entropy(s.model(x), y)
+        s.scaler.scale(loss).backward()
+        if index == 1 and (not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1):
+            s.model.up.weight.grad[-1, 0] = torch.inf
         s.scaler.step(s.optimizer)
         s.scaler.update()
         yield float(mw.mean(loss))
@@ -148,7 +191,7 @@ def with_closure(s: Script) -> Iterator[float]:
         yield float(mw.mean(s.optimizer.step(closure)))
 
 
-LOOPS = {f.__name__: f for f in (plain, clipped, accumulated, scaled, with_closure)}
+LOOPS = {f.__name__: f for f in (plain, clipped, accumulated, without_sync, scaled, overflowing_shard, with_closure)}
 
 
 def alone(loop: str, **made: Any) -> list[float]:
@@ -174,15 +217,17 @@ def plan_for(mesh: str, shares: tuple[int, ...] = (), model: nn.Module | None = 
 def run_loop(rank: int, world: int, init_method: str, loop: str, mesh: str, made: dict[str, Any] | None = None, **constraints: Any) -> dict[str, Any]:
     """What the loop yields, and the whole state that it leaves."""
     with group(rank, world, init_method), redirect_stderr(io.StringIO()) as said:
-        runs, plan = [], plan_for(mesh, **constraints)
+        runs, plan = [], plan_for(mesh, model=Branching().double() if (made or {}).get("branches") else None, **constraints)
 
         def prepare(*things: Any) -> Any:
             runs.append(mw.prepare(*things, plan=plan))
             return runs[0]
 
         found = list(LOOPS[loop](Script(prepare=prepare, **(made or {}))))
+        ledger = runs[0].session.applied.groups.ledger
         state = {name: float(t.double().square().sum()) for name, t in full_state(runs[0].session.applied) if "/" not in name}
-        return {"found": found, "state": state, "said": said.getvalue(), "plan": runs[0].plan.summary()}
+        sent = sum(line.calls for line in ledger.drain() if line.name.startswith("grads/"))
+        return {"found": found, "state": state, "said": said.getvalue(), "plan": runs[0].plan.summary(), "sent": sent}
 
 
 def state_alone(loop: str, **made: Any) -> dict[str, float]:
@@ -307,6 +352,27 @@ def buffers(rank: int, world: int, init_method: str) -> list[list[float]]:
         return [b.tolist() for name, b in script.model.named_buffers() if "running" in name]
 
 
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for name, value in (("statistic", torch.zeros(2)), ("table", torch.full((3,), 0.1)), ("count", torch.zeros((), dtype=torch.long))):
+            self.register_buffer(name, value)
+        self.register_buffer("flag", torch.tensor(True))
+
+
+def averaged(rank: int, world: int, init_method: str, shares: tuple[int, ...]) -> dict[str, list[Any]]:
+    """Buffers after averaging, of which two differ between ranks before it."""
+    with group(rank, world, init_method):
+        model = Buffered()
+        plan = mw.Plan("t", 8, mw.Mesh(dp=world), balance=BalancePolicy(shares))
+        applied = mw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+        model.statistic += rank  # type: ignore[operator]
+        model.count += rank  # type: ignore[operator]
+        average_buffers(applied)
+        return {name: buffer.view(-1).tolist() for name, buffer in model.named_buffers()}
+
+
 # -- experts, tables and blocks of images --
 
 
@@ -333,6 +399,22 @@ def other_models(rank: int, world: int, init_method: str, kind: str, mesh: str, 
             found += [float(mw.mean(value)), float(clip_grad_norm_(model.parameters(), 0.5))]
             optimizer.step()
         return found
+
+
+def clipped_by_nan(rank: int, world: int, init_method: str, zero: int) -> list[float]:
+    """Gradient norms of three backwards, of which the second is NaN and its step is left out."""
+    with group(rank, world, init_method):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)).double()  # 26 parameters, which a shard pads
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        memory = mw.MemoryPolicy(zero=zero)  # type: ignore[arg-type]
+        applied = mw.parallelize(net, optimizer, mw.Plan("t", 6, mw.Mesh(shard=world), memory=memory))
+        norms = []
+        for factor in (1.0, torch.nan, 1.0):
+            (net(torch.ones(2, 3, dtype=torch.float64)).sum() * factor).backward()
+            norms.append(float(applied.clip_gradients(1.0)))
+            optimizer.zero_grad()
+        return norms
 
 
 def refusals(rank: int, world: int, init_method: str) -> dict[str, str]:

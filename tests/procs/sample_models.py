@@ -192,3 +192,32 @@ def train(
         return result | {"losses": losses, "buffers": _buffers(model)}
     finally:
         dist.destroy_process_group()
+
+
+def loop_over_sums(rank: int, world: int, init_method: str) -> dict[str, Any]:
+    """A loop of one's own, and validation, of a loss that is a sum; and what another loss is told."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    try:
+        torch.manual_seed(0)
+        build, loss_fn = KINDS["summed"]
+        model: Any = build()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        plan = mw.plan_for(model, next(batches()), loss_fn, world=world, mesh=mw.Mesh(dp=world)).best.plan
+        run = mw.prepare(model, optimizer, list(batches()), loss_fn=loss_fn, plan=plan)
+        validation = run.validate(list(batches()), loss_fn)
+        model, optimizer, loader = run
+        losses = []
+        for batch in loader:
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(mw.gather(loss.detach()).sum()))
+        try:
+            run.step(batch, KINDS["cross entropy"][1])
+        except mw.RequestError as error:
+            return {"losses": losses, "validation": validation, "told": str(error)}
+        return {}
+    finally:
+        dist.destroy_process_group()

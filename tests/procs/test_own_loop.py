@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.core.mesh import Mesh
 from meshwright.launch import RankFailure
@@ -45,10 +46,40 @@ def test_on_four_ranks(pool: Any, plan: dict[str, Any], loop: str) -> None:
     check(pool, loop, plan, world=4, count=25)
 
 
+@pytest.mark.parametrize("loop", ["plain", "clipped", "accumulated"])
+@pytest.mark.parametrize("plan", ["dp", "unequal shares", "zero 1", "zero 2", "zero 3", "offload"])
+def test_parameters_that_no_backward_reaches_stay_as_they_are(pool: Any, plan: str, loop: str) -> None:
+    """Weight decay and momentum would move them. Whether one is reached may differ between ranks and steps."""
+    check(pool, loop, PLANS[plan], branches=True)
+
+
 @pytest.mark.parametrize("plan", ["zero 1", "zero 3", "offload"])
 def test_a_scaler_that_an_optimizers_kernel_reads(pool: Any, plan: str) -> None:
     """A fused optimizer unscales gradients itself, and skips a step by the flag that ranks agree on."""
     check(pool, "scaled", PLANS[plan], fused=True)
+
+
+@pytest.mark.parametrize(("mesh", "world"), [("tp=2", 2), ("dp=2,tp=2", 4)])
+def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all(pool: Any, mesh: str, world: int) -> None:
+    check(pool, "overflowing_shard", {"mesh": mesh}, world=world)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_gradient_of_nan_that_is_left_out_leaves_no_nan(pool: Any, zero: int) -> None:
+    for first, second, third in pool.run("procs.own_loop:clipped_by_nan", world=3, zero=zero):
+        assert second != second and third == first > 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_sync_is_as_on_one_device(pool: Any, plan: str) -> None:
+    check(pool, "without_sync", PLANS[plan], count=64)
+
+
+def test_no_sync_sends_gradients_once_a_step_and_refuses_what_it_cannot_weight(pool: Any) -> None:
+    sent = [pool.run("procs.own_loop:run_loop", world=2, loop=loop, made={"count": 64}, mesh="dp=2")[0]["sent"] for loop in ("plain", "without_sync")]
+    assert sent[0] == 16 * sent[1] / 2  # 16 backwards of which all, or two, send
+    with pytest.raises(RankFailure, match="no_sync: this batch is split unequally"):
+        pool.run("procs.own_loop:run_loop", world=2, loop="without_sync", made={"count": 29}, mesh="dp=2")
 
 
 @pytest.mark.parametrize("plan", ["dp", "zero 1", "zero 3"])
@@ -115,6 +146,13 @@ def test_dropout_is_keyed_by_step_and_sample(pool: Any) -> None:
     assert single != pytest.approx(without, rel=1e-3)
     for mine in pool.run("procs.own_loop:key_of_dropout", world=2, mesh="dp=2"):
         assert mine == pytest.approx(single, rel=1e-9)
+
+
+def test_only_buffers_that_differ_are_averaged_and_by_samples(pool: Any) -> None:
+    for rank, found in enumerate(pool.run("procs.own_loop:averaged", world=3, shares=(5, 2, 1))):
+        assert found["statistic"] == pytest.approx([(2 * 1 + 1 * 2) / 8] * 2)
+        assert found["count"] == [rank] and found["flag"] == [True]
+        assert found["table"] == [torch.tensor(0.1).item()] * 3  # to the bit
 
 
 def test_running_statistics_are_equal_after_a_pass(pool: Any) -> None:

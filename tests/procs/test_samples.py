@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.launch import RankFailure
 from tests.procs import sample_models
@@ -35,6 +36,18 @@ def test_masked_means_equal_one_device(pool: Any, kind: str, mesh: str, constrai
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
 def test_weighted_summed_and_models_own_losses_equal_one_device(pool: Any, kind: str, mesh: str) -> None:
     assert_equal(run(pool, kind, mesh, micro_batches=2), kind)
+
+
+def test_sums_in_a_loop_of_ones_own_and_another_loss_than_the_plans(pool: Any) -> None:
+    losses, _ = sample_models.trained_alone("summed")
+    torch.manual_seed(0)
+    build, loss_fn = sample_models.KINDS["summed"]
+    model = build()
+    expected = [loss_fn(model, batch).item() for batch in sample_models.batches()]
+    for found in pool.run("procs.sample_models:loop_over_sums", world=2):
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        assert found["validation"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+        assert "made for a loss that is a sum over samples" in found["told"]
 
 
 @pytest.mark.parametrize(("mesh", "micro_batches"), [("cp=2", 1), ("cp=2", 2), ("tp=2", 2)])

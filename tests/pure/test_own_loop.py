@@ -128,7 +128,26 @@ def test_what_prepare_refuses() -> None:
     assert "has a DistributedSampler" in refused(model, optimizer, split)
     empty = DataLoader(TensorDataset(torch.empty(0, 3)), 4)
     assert "the loader yields nothing: its data set is empty" in refused(model, optimizer, empty, plan=None, loss_fn=loss_fn)
-    assert "a generator would lose it" in refused(model, optimizer, iter([[torch.randn(4, 3)]]), plan=None)
+    assert "the loader yields nothing" in refused(model, optimizer, iter([]), plan=None, loss_fn=loss_fn)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that can be read only once."""
+
+    def __init__(self, count: int) -> None:
+        self._samples = iter([(torch.full((3,), float(i)), torch.tensor(i % 2)) for i in range(count)])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._samples
+
+
+@pytest.mark.parametrize("make", [lambda: iter(list(DataLoader(Stream(12), 4))), lambda: DataLoader(Stream(12), 4)], ids=["generator", "stream"])
+def test_a_batch_that_planning_looks_at_is_not_lost(make: Any) -> None:
+    model, optimizer, _ = parts()
+    run = mw.prepare(model, optimizer, make(), loss_fn=loss_fn)
+    assert [float(x[0, 0]) for x, *_ in run.loader] == [0.0, 4.0, 8.0]
+    with pytest.raises(mw.RequestError, match="a generator at its end"):
+        list(run.loader)
 
 
 class Nothing(IterableDataset[Any]):

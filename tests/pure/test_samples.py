@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.sample_coupling import SampleCoupling, SampleMeeting, batch_parts, describe_inexactness, explain_samples
 from meshwright.describe.dataflow_tracer import trace_dataflow, trace_module_dataflow
 from meshwright.describe.profile_tracer import trace_module
-from meshwright.execute.counted_loss import run_counted
+from meshwright.execute.counted_loss import run_counted, runs_same_code
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import load_task
 from meshwright.plan.sample_analysis import find_sample_coupling
@@ -252,3 +253,14 @@ def test_the_ledger_lists_synced_statistics_and_counts() -> None:
 def test_synced_batch_norm_needs_one_micro_batch() -> None:
     with pytest.raises(RequestError, match="set micro_batches=1, or batchnorm=local"):
         Plan("m", 8, Mesh(dp=2), micro_batches=2, batch_norm="sync")
+
+
+def test_a_loss_that_a_loop_makes_anew_is_the_same() -> None:
+    def make(factor: float) -> Any:
+        return lambda model, batch: model(batch).mean() * factor
+
+    def other(model: Any, batch: Any) -> Any:
+        return model(batch).sum()
+
+    assert runs_same_code(make(1.0), make(2.0)) and runs_same_code(partial(other, 1), partial(other, 2)) and runs_same_code(other, other)
+    assert not runs_same_code(make(1.0), other) and not runs_same_code(nn.MSELoss(), nn.L1Loss())

@@ -239,14 +239,6 @@ def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:
             tensor.copy_(values.view_as(tensor))
 
 
-def average_buffers(applied: AppliedPlan) -> None:
-    """Average running statistics (BatchNorm's), which differ between data ranks, before they are used or saved."""
-    if applied.groups.data.size > 1:
-        for buffer in applied.model.buffers():
-            if buffer.is_floating_point() and buffer.numel():
-                applied.groups.data.all_reduce(buffer, "buffers", "mean").wait()
-
-
 def autocast_factory(plan: Plan, device: str = "") -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of the context that forward runs in: autocast where the plan's precision is low. The device is the plan's unless given."""
     dtype = low_precision_dtype(plan)

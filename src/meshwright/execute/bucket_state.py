@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.core.comm import Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.shard_layout import ShardLayout, param_views
+from meshwright.execute.shard_layout import ShardLayout, padding_of, param_views
+from meshwright.execute.unreached_parameters import fill_unreached, is_unreached, note_unreached
 from meshwright.schedule.buckets import Bucket
 
 
@@ -26,8 +27,11 @@ class BucketState:
     grads: Tensor | None = None  # the flat gradient; None while released (stage 2)
     flat_params: Tensor | None = None  # stages 1 and 2
     shard: nn.Parameter | None = None  # this rank's slice of `flat_params`, which the optimizer steps
+    shard_padding: tuple[slice, ...] = ()  # parts of `shard` that belong to no parameter
     grad_views: list[Tensor] = field(default_factory=list)  # views of `grads`, one for each parameter
     awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
+    missing_slots: set[int] = field(default_factory=set)  # slots that this rank's last backward did not reach
+    unreached_slots: set[int] = field(default_factory=set)  # under ZeRO, slots that no rank's backward has reached
     pending: Work | None = None
     accumulated: Tensor | None = None  # an earlier backward's reduced shard, when the user accumulates across backwards
 
@@ -59,6 +63,9 @@ class BucketState:
         for view, param in zip(param_views(flat, self.layout, self.params), self.params, strict=True):
             param.data = view.copy_(param.data)
         self.flat_params, self.shard = flat, nn.Parameter(self.slices.local_shard(flat))
+        start, size = self.slices.start, self.slices.size
+        gaps = (slice(max(gap.start - start, 0), min(gap.stop - start, size)) for gap in padding_of(self.layout))
+        self.shard_padding = tuple(gap for gap in gaps if gap.start < gap.stop)
         return self.shard
 
     def await_all(self) -> None:
@@ -93,28 +100,39 @@ class BucketState:
                 param.grad = view
 
     def fill_missing_gradients(self) -> None:
-        """Fill in gradients that this backward did not reach: with what was accumulated before, or zero. A parameter that is frozen for now has
-        none, as on one device, where the optimizer leaves it alone."""
+        """Fill in gradients that this backward did not reach: with what was accumulated before, or with the zeros that say so; see
+        [Note: parameters that no backward reaches]. A parameter that is frozen for now has none."""
         for slot in self.awaited_slots:
             param, view = self.params[slot], self.grad_view(slot)
             if param.grad is None:
-                view.zero_()
+                fill_unreached(view)
+                self.missing_slots.add(slot)
                 param.grad = view if param.requires_grad else None
                 continue
             if param.grad.data_ptr() != view.data_ptr():
                 view.copy_(param.grad)
             param.grad = view
 
+    def drop_unreached_gradients(self) -> None:
+        """Leave parameters without a gradient that no rank's backward has reached, after the reduction of stage 0."""
+        for slot in self.missing_slots:
+            if is_unreached(self.grad_views[slot]):
+                self.params[slot].grad = None
+        self.missing_slots.clear()
+
     def store_shard_gradient(self) -> None:
         """Make a slice of the reduced flat gradient the shard's gradient. Stage 2 frees the rest of the memory."""
         assert self.grads is not None and self.shard is not None
         grad = self.slices.local_shard(self.grads)
+        note_unreached(self, grad, self.accumulated is not None if self.zero == 1 else self.shard.grad is not None)
         for param in self.params:
             param.grad = None
         if self.zero == 2:
             self.shard.grad = grad.clone() if self.shard.grad is None else self.shard.grad.add_(grad)
             self.grads, self.grad_views, self.pending = None, [], None
         else:
+            for gap in self.shard_padding:  # a step that clipping by a NaN has spoilt leaves NaN there, and backward writes only parameters' parts
+                grad[gap].zero_()
             self.shard.grad = grad if self.accumulated is None else grad.add_(self.accumulated)
             self.accumulated = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
+from meshwright.core.errors import RequestError
 from meshwright.core.model import LOSS_LAYER
 from meshwright.core.plan import Plan, compiles_layer
 from meshwright.core.sample_coupling import batch_parts, watches_loss
@@ -37,10 +39,19 @@ def count_targets(target: Tensor, ignore_index: int, weight: Tensor | None) -> T
     return counted.sum() if weight is None else weight[target.where(counted, 0)].where(counted, 0).sum()
 
 
+def runs_same_code(first: Any, second: Any) -> bool:
+    """Whether two losses are the same function; one that a loop makes anew for each batch is. Callable objects are the same if their classes are."""
+    first, second = (loss.func if isinstance(loss, partial) else loss for loss in (first, second))
+    codes = [getattr(loss, "__code__", type(loss)) for loss in (first, second)]
+    return codes[0] is codes[1]
+
+
 class LossCounter:
     """Wraps losses for one rank's plan. A loss of which nothing is known is watched once; if it is no masked mean, it runs as it is from then on."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, planned_loss: Loss | None = None) -> None:
+        """What the plan says about its loss holds for `planned_loss`, and for any loss if that is None."""
+        self._plan, self._planned_loss = plan, planned_loss
         coupling, mesh = plan.samples, plan.mesh
         self._is_known, self._splits_batch = coupling.loss == "masked mean", batch_parts(plan) > 1
         self._may_count = self._is_known or watches_loss(plan)
@@ -51,20 +62,33 @@ class LossCounter:
         self._in_graph = plan.compile == "model" or (is_outside and compiles_layer(plan, LOSS_LAYER))
         self._wrapped: dict[Loss, Loss] = {}
 
+    def check(self, loss_fn: Loss) -> None:
+        """Refuse another loss than the plan's where that is a sum: a mean, which counts by samples, would be added up over ranks."""
+        if self._plan.samples.loss == "sum" and self._splits_batch and not self._is_planned(loss_fn):
+            what = "the plan was made for a loss that is a sum over samples, and adds it up over ranks; this is another one"
+            raise RequestError(f"{what}: call prepare with loss_fn=, the loss of the loop")
+
+    def _is_planned(self, loss_fn: Loss) -> bool:
+        return self._planned_loss is None or runs_same_code(loss_fn, self._planned_loss)
+
     def for_training(self, loss_fn: Loss) -> Loss:
         if not (self._may_count and self._splits_batch):
             return loss_fn
         if loss_fn not in self._wrapped:
-            self._wrapped[loss_fn] = self._count(loss_fn) if self._is_known or self._rechecks else self._try_to_count(loss_fn)
+            is_known = self._is_known and self._is_planned(loss_fn)
+            self._wrapped[loss_fn] = self._count(loss_fn) if is_known or self._rechecks else self._try_to_count(loss_fn)
         return self._wrapped[loss_fn]
 
     def for_validation(self, loss_fn: Loss) -> Loss:
         """Validation adds up several batches, so a masked mean is counted on one device too."""
-        return (lambda model, batch: run_counted(loss_fn, model, batch, self._after)) if self._may_count else loss_fn
+        return (lambda model, batch: run_counted(loss_fn, model, batch, self._after_of(loss_fn))) if self._may_count else loss_fn
 
     def _count(self, loss_fn: Loss) -> Loss:
-        after = None if self._in_graph else self._after
+        after = None if self._in_graph else self._after_of(loss_fn)
         return lambda model, batch: run_counted(loss_fn, model, batch, after)
+
+    def _after_of(self, loss_fn: Loss) -> str | None:
+        return self._after if self._is_planned(loss_fn) else None
 
     def _try_to_count(self, loss_fn: Loss) -> Loss:
         def run(model: nn.Module, batch: Batch) -> Any:

@@ -44,6 +44,8 @@ class ShardedBuffer(Protocol):
     layout: Bucket
     params: tuple[nn.Parameter, ...]
     slices: ShardLayout
+    missing_slots: set[int]  # slots that this rank's last backward has not reached
+    unreached_slots: set[int]  # slots without a gradient, since no rank's backward has reached them
 
     @property
     def optimizer_shards(self) -> tuple[OptimizerShard, ...]: ...

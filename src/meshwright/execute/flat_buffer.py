@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from meshwright.core.comm import Comm, Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.shard_layout import ShardLayout, make_shard_layout, param_views
+from meshwright.execute.shard_layout import ShardLayout, make_shard_layout, padding_of, param_views
+from meshwright.execute.unreached_parameters import fill_unreached, note_unreached
 from meshwright.schedule.buckets import Bucket, ParamReplication, unit_buckets
 
 
@@ -33,6 +34,8 @@ class FlatBuffer:
     optimizer_shards: tuple[OptimizerShard, ...] = ()  # of `local_shard`, by optimizer param group; none for frozen parameters
     grads: Tensor | None = None  # the reduce-scatter's input
     awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
+    missing_slots: set[int] = field(default_factory=set)  # slots that this rank's last backward did not reach
+    unreached_slots: set[int] = field(default_factory=set)  # slots that no rank's backward has reached
     is_sent: bool = False  # reduce-scattered in this backward
     pending_gather: Work | None = None
 
@@ -66,9 +69,11 @@ class FlatBuffer:
         return self.grads[offset : offset + numel].view_as(self.params[slot])
 
     def take_grads(self) -> Tensor:
-        """Pass the reduce-scatter's input to the caller. Gradients that backward did not reach are zero."""
+        """Pass the reduce-scatter's input to the caller. Gradients that backward did not reach are zeros that say so; see
+        [Note: parameters that no backward reaches]."""
         for slot in self.awaited_slots:
-            self.grad_view(slot).zero_()
+            fill_unreached(self.grad_view(slot))
+        self.missing_slots = set(self.awaited_slots)
         assert self.grads is not None
         grads, self.grads, self.is_sent = self.grads, None, True
         return grads
@@ -79,6 +84,7 @@ class FlatBuffer:
 
     def add_shard_gradient(self, reduced: Tensor) -> None:
         """Add a reduce-scatter's output to the gradients of the optimizer's shards."""
+        note_unreached(self, reduced, self.optimizer_shards[0].param.grad is not None)
         for shard in self.optimizer_shards:
             new = reduced[shard.start : shard.start + shard.param.numel()]
             shard.param.grad = new if shard.param.grad is None else shard.param.grad.add_(new)
@@ -118,7 +124,7 @@ class FlatBufferFactory:
         gathered = torch.empty(layout.numel, dtype=self._gathered_dtype(first), device=first.device)
         nan = torch.full((), float("nan"), device=first.device).to(gathered.dtype)
         views, placeholders = tuple(param_views(gathered, layout, params)), tuple(nan.expand(p.shape) for p in params)
-        flat = FlatBuffer(layout, params, slices, slices.local_shard(full).clone(), gathered, views, placeholders, _padding(layout))
+        flat = FlatBuffer(layout, params, slices, slices.local_shard(full).clone(), gathered, views, placeholders, padding_of(layout))
         if first.requires_grad:
             flat.optimizer_shards = tuple(_split_by_param_group(flat, [self._param_group(p) for p in params]))
             flat.await_gradients()
@@ -130,11 +136,6 @@ class FlatBufferFactory:
 
     def _param_group(self, param: nn.Parameter) -> int:
         return self.param_groups.get(id(param), -1)
-
-
-def _padding(layout: Bucket) -> tuple[slice, ...]:
-    ends = [*(s.offset for s in layout.slots[1:]), layout.numel]
-    return tuple(slice(s.offset + s.numel, end) for s, end in zip(layout.slots, ends, strict=True) if s.offset + s.numel < end)
 
 
 def _split_by_param_group(flat: FlatBuffer, groups: Sequence[int]) -> Iterator[OptimizerShard]:

@@ -28,6 +28,7 @@ from meshwright.execute.memory_runtime import storage_bytes
 from meshwright.execute.module_hooks import on_gradient_accumulated
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.shard_layout import make_shard_layout
+from meshwright.execute.unreached_parameters import UnreachedParts
 from meshwright.schedule.buckets import ParamReplication, assign_buckets
 
 
@@ -84,6 +85,8 @@ class BucketReducer:
         bucket.pending.wait()
         if self.zero:
             bucket.store_shard_gradient()
+        elif bucket.missing_slots:
+            bucket.drop_unreached_gradients()
 
     def _replica_group(self, bucket: BucketState) -> Comm:
         return self.groups.expert_replica if bucket.layout.replication.is_expert_parallel else self.groups.replica
@@ -123,8 +126,9 @@ class GradientBuckets:
         if zero:
             check_shardable(optimizer, zero)
             _shard_parameters(self.buckets, optimizer)
-            optimizer.register_step_post_hook(lambda *_: self._reducer.gather_parameters(self.buckets))
-        optimizer.register_step_pre_hook(lambda *_: self.finish())
+            optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._unreached = UnreachedParts(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     # -- set-up --
 
@@ -191,6 +195,15 @@ class GradientBuckets:
             bucket.await_all()
         self._backward_started = False
         self._reset_queues()
+
+    def _before_step(self) -> None:
+        self.finish()
+        if self.zero:
+            self._unreached.before_step(self.buckets)
+
+    def _after_step(self) -> None:
+        self._unreached.after_step()
+        self._reducer.gather_parameters(self.buckets)
 
     def reduce_all(self) -> None:
         """Reduce all accumulated gradients, however they were accumulated. Under stage 2 every backward has sent its own."""

@@ -10,7 +10,8 @@ that ZeRO-0 reduces once more together with the new ones, are the same on all ra
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
-from meshwright.execute.apply import average_buffers
+from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.batch_share import Share
 from meshwright.execute.data_parallel import MEAN, Reduction
 from meshwright.execute.offload import has_closure
@@ -37,6 +38,9 @@ class OwnLoop:
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if applied.gradient_sync is not None else []
         self._decides_by_loss = type(session.optimizer).__name__ == "LBFGS" and session.plan.world > 1
         session.own_loop_reduction = self.reduction
+        self._has_unsent = False  # gradients that a backward within `no_sync` has left
+        if not self.refusal and not hasattr(self._model, "no_sync"):
+            self._model.no_sync = lambda: self.no_sync()  # type: ignore[assignment]  # a function, which copies of the model share
         session.optimizer.register_step_pre_hook(lambda _optimizer, args, kwargs: self._before_step(has_closure(args, kwargs)))
         if self.refusal or applied.random_keys.has_modules:
             self._model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -54,12 +58,31 @@ class OwnLoop:
     def reduction(self) -> Reduction:
         """How a backward of the script's own combines gradients; see [Note: the weight of a backward]."""
         share, mesh = self.share(), self.session.plan.mesh
+        if self.session.plan.samples.loss == "sum":  # over the samples of a batch, and so over its ranks
+            parts = mesh.cp * (share.copies if share is not None else 1)
+            return Reduction("sum", 1.0 / parts if parts > 1 else None)
         if share is None or share.is_even:
             return MEAN
+        if self._has_unsent:
+            why = "this batch is split unequally, and its gradients would be reduced together with others that were not"
+            raise RequestError(f"no_sync: {why}: leave out short batches (drop_last=True), or leave no_sync out")
         if mesh.ep > 1:
             why = "an expert's gradient mixes the samples of ranks that have different numbers of them"
             raise RequestError(f"mesh {mesh}: {why}: leave out short batches (drop_last=True), or use run.step(batch, loss_fn)")
         return Reduction("sum", share.weight / mesh.cp)  # ranks along cp have the same samples
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As in DDP: backwards in this context accumulate gradients and send nothing; the next backward outside sends them all. A batch that is split
+        unequally is sent at once, for its weights, and so is every one where there is nothing to accumulate in (ZeRO-2 and 3)."""
+        share = self.share()
+        if share is not None and not share.is_even and not self._has_unsent:
+            yield
+            return
+        self.reduction()  # refuses what the weights do not allow
+        self._has_unsent = True
+        with self.session.applied.accumulate():
+            yield
 
     def _loader(self) -> RankLoader | None:
         loader = current_loader(self.loaders)
@@ -73,7 +96,7 @@ class OwnLoop:
     # -- hooks --
 
     def _before_step(self, has_closure: bool) -> None:
-        self._is_stale = True
+        self._is_stale, self._has_unsent = True, False
         if not self._model.training and not self._has_warned:
             self._has_warned = True
             self._say("the model trains in eval mode, without dropout and with fixed running statistics: call model.train() before the loop")
@@ -111,8 +134,7 @@ class OwnLoop:
         """Make running statistics equal on all ranks, if a step was taken since: before they are used or saved."""
         if self._is_stale:
             self._is_stale = False
-            with torch.no_grad():
-                average_buffers(self.session.applied)
+            average_buffers(self.session.applied)
 
     def _say(self, text: str) -> None:
         if self.session.applied.groups.rank == 0:

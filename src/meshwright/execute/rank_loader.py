@@ -52,6 +52,49 @@ class RandomStream:
             torch.set_rng_state(before)
 
 
+class OneShotLoader:
+    """A loader whose batches can be read only once, such as a generator: the one that planning looks at is yielded again."""
+
+    def __init__(self, loader: Iterable[Batch]) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Batch] | None = None
+        self._peeked: list[Batch] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def peek(self) -> Batch:
+        """The first batch; StopIteration if there is none."""
+        if not self._peeked:
+            self._iterator = self._iterator if self._iterator is not None else iter(self._loader)
+            self._peeked.append(next(self._iterator))
+        return self._peeked[0]
+
+    def __iter__(self) -> Iterator[Batch]:
+        iterator, self._iterator = self._iterator if self._iterator is not None else iter(self._loader), None
+        while True:
+            try:
+                batch = self._peeked.pop() if self._peeked else next(iterator)
+            except StopIteration:
+                return
+            yield batch
+
+
+def keep_first_batch(loader: Iterable[Batch]) -> Iterable[Batch]:
+    """The loader, or one that can be looked into, if reading its first batch would lose it: a generator, or a stream of samples that is one."""
+    if isinstance(loader, DataLoader):
+        dataset = loader.dataset
+        is_one_shot = isinstance(dataset, IterableDataset) and iter(dataset) is iter(dataset)
+    else:
+        is_one_shot = isinstance(loader, Iterator)
+    return OneShotLoader(loader) if is_one_shot else loader
+
+
 class RankLoader:
     """Iterates over this rank's shares of the batches of a user's loader; `share` describes the one that was yielded last.
 

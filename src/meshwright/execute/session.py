@@ -18,7 +18,8 @@ from meshwright.core.model import LOSS_LAYER
 from meshwright.core.plan import Plan, compiles_layer
 from meshwright.core.sample_coupling import counts_targets
 from meshwright.core.task import Batch, Loss
-from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, average_buffers
+from meshwright.execute.apply import AppliedPlan, apply, autocast_factory
+from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.batch_share import Share
 from meshwright.execute.counted_loss import LossCounter, without_recorder
 from meshwright.execute.data_parallel import MEAN, SUM, Reduction
@@ -56,9 +57,9 @@ class Session:
 
     def __init__(
         self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-        seed: int = 0, clip: float | None = None, groups: ProcessGroups | None = None,
+        seed: int = 0, clip: float | None = None, groups: ProcessGroups | None = None, planned_loss: Loss | None = None,
     ) -> None:  # fmt: skip
-        """`groups` are process groups of the plan's mesh; None: they are made."""
+        """`groups` are process groups of the plan's mesh; None: they are made. `planned_loss` is what the plan was made for; None: any loss."""
         self.model, self.optimizer, self.seed, self.clip = model, optimizer, seed, clip
         self.applied: AppliedPlan = apply(plan, model, optimizer, groups)
         self.plan = plan = self.applied.plan
@@ -70,7 +71,7 @@ class Session:
         self.steps_done = 0
         self.autocast = autocast_factory(plan)
         self._loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
-        self._loss_counter = LossCounter(plan)
+        self._loss_counter = LossCounter(plan, planned_loss)
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -88,6 +89,7 @@ class Session:
         count, num_micro_batches = sample_count(batch), min(self.plan.micro_batches, share.min_samples if share else self.plan.micro_batches)
         if count < num_micro_batches:
             raise RequestError(f"a batch of {count} samples does not split into {num_micro_batches} micro-batches: set micro_batches={max(count, 1)}")
+        self._loss_counter.check(loss_fn)
         loss_fn = self._loss_counter.for_training(loss_fn)
         loss_reducer = _LossReducer(self.plan, self.applied, share.copies if share else 1)
         first_sample = share.first_sample if share else self._first_sample
@@ -215,6 +217,7 @@ class Session:
     def validate(self, batches: Iterable[Batch], loss_fn: Loss, share: Callable[[], Share | None] = lambda: None) -> float:
         """Mean loss over `batches`, reduced over ranks. Every rank brings the same number of batches; `share` describes the current one."""
         average_buffers(self.applied)
+        self._loss_counter.check(loss_fn)
         loss_fn = self._loss_counter.for_validation(loss_fn)
         was_training = self.model.training
         self.model.eval()
@@ -225,7 +228,9 @@ class Session:
             with self._running():
                 value = self._evaluate(batch, loss_fn)
             if value is not None or self.applied.pipeline is None:
-                loss_sum, count = checked_loss(value) if isinstance(value, tuple) else (checked_loss(value) * size, size)
+                # A sum over samples is added up over the ranks of a batch, a mean counts by their samples.
+                weight = (mine.global_batch if mine else self.plan.global_batch) if self.plan.samples.loss == "sum" else size
+                loss_sum, count = checked_loss(value) if isinstance(value, tuple) else (checked_loss(value) * weight, size)
                 sums += torch.tensor([float(loss_sum), float(count)], dtype=torch.float64) / (mine.copies if mine else 1)
         self.model.train(was_training)
         sums = sums.to(self.plan.device)

@@ -42,3 +42,9 @@ def param_views(flat: Tensor, bucket: Bucket, params: Sequence[Tensor]) -> list[
 
 def make_shard_layout(bucket: Bucket, shard: Comm, state_fractions: Sequence[float]) -> ShardLayout:
     return ShardLayout(shard_sizes(bucket, shard.size, state_fractions), shard.rank)
+
+
+def padding_of(bucket: Bucket) -> tuple[slice, ...]:
+    """The gaps of a flat buffer between parameters and after them."""
+    ends = [*(s.offset for s in bucket.slots[1:]), bucket.numel]
+    return tuple(slice(s.offset + s.numel, end) for s, end in zip(bucket.slots, ends, strict=True) if s.offset + s.numel < end)

@@ -28,6 +28,7 @@ from meshwright.execute.memory_runtime import low_precision_dtype, storage_bytes
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.sharded_unit import ROOT, ShardedUnit, link_units, make_units
 from meshwright.execute.unit_hooks import ReduceScatterQueue, UnitHooks
+from meshwright.execute.unreached_parameters import UnreachedParts
 from meshwright.schedule.buckets import ParamReplication
 
 
@@ -58,7 +59,9 @@ class FullyShardedUnits:
         for index, group in enumerate(optimizer.param_groups):
             shards = [shard.param for flat in self.buckets for shard in flat.optimizer_shards if shard.param_group == index]
             group["params"] = shards + [p for p in group["params"] if id(p) not in self._unit_of]
-        optimizer.register_step_pre_hook(lambda *_: self.finish())
+        unreached = UnreachedParts(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: unreached.before_step(self.buckets))
+        optimizer.register_step_post_hook(lambda *_: unreached.after_step())
         optimizer.register_step_post_hook(lambda *_: self._hooks.discard_prefetched())
 
     def set_reduction(self, reduction: Callable[[], Reduction]) -> None:
