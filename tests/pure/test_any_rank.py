@@ -135,11 +135,11 @@ def test_layers_of_one_rank_that_share_a_parameter_are_refused_under_zero_3_in_a
             check_rank(model_of("T5"), plan, profile, None, rank)
 
 
-def test_a_stage_may_begin_with_a_module_that_does_nothing() -> None:
-    """GPT-2's dropout of nothing gives what it is given: it must not be taken for the maker of what goes to its own stage."""
+def test_no_stage_begins_with_a_module_that_does_nothing() -> None:
+    """GPT-2's dropout of nothing gives what it is given, and ends where it begins: whether a value was made before it could not be told."""
     model = {"family": "GPT2", "positions": 16, "loss": "labels", "changes": {}}
     plan, profile = spread(model, Mesh(pp=2, cp=2), 4, micro=2, schedule="zero_bubble", precision="fp32")
-    assert plan.stages[1].entry == "transformer.drop"
+    assert plan.stages[1].entry == "transformer.h.0"
     check_rank(model, plan, profile, None, 0)
 
 
