@@ -21,7 +21,7 @@ CONSTRAINTS = [
 
 def refusal(kind: str, mesh: str, constraints: dict[str, Any]) -> str:
     """What is said where a plan cannot run the model as it is."""
-    if kind == "renormalized embedding" and (mesh != "tp=2" or constraints.get("sequence")):
+    if kind == "renormalized embedding" and mesh != "tp=2":
         return "words renormalizes its weight in forward"
     if kind == "reads a value" and mesh != "shard=2":
         return r"Python reads the value of a tensor in `if x.abs\(\).max\(\) > 1e6:` \(.*unusual_models.py"
@@ -29,6 +29,7 @@ def refusal(kind: str, mesh: str, constraints: dict[str, Any]) -> str:
     reasons = {
         "conv with its own forward": "combines sharded positions",
         "blocks by forward": "combines sharded positions",
+        "renormalized embedding": "words.weight is used several times",
         "reused blocks": "blocks.0 is called several times",
         "a part of a block": "is called several times, with sharded and with replicated positions|is used several times",
         "asks for finite values": "needs all positions of a value that no module returns",
