@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from fake_inputs import plan
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -256,6 +256,7 @@ def test_norms_are_wide_on_cuda_and_pooling_is_not() -> None:
         assert (cuda > cpu) is more and cuda != cpu
 
 
+@example([(-2, 2), (-5, 3)], 2)
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 20)), min_size=1), st.integers(1, 40))
 def test_an_envelope_is_the_highest_line_everywhere(lines: list[tuple[int, int]], samples: int) -> None:
     few = upper_envelope([(float(a), float(b)) for a, b in lines])

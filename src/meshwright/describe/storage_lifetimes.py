@@ -88,7 +88,7 @@ def _still_highest(hull: list[AffineBytes], new: AffineBytes) -> bool:
     """Whether the last line is still the highest anywhere once a steeper one is added."""
     (base, slope), end = hull[-1], _crossing(hull[-1], new)
     begin = _crossing(hull[-2], hull[-1]) if len(hull) > 1 else 1.0
-    return end > max(begin, 1.0) and base + slope > 0
+    return end > max(begin, 1.0) and base + slope * end > 0
 
 
 def _crossing(shallow: AffineBytes, steep: AffineBytes) -> float:
