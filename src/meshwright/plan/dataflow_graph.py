@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.core.context_policy import LOSS_MODULE
 from meshwright.core.dataflow import Dataflow, ModuleCall, Operation
@@ -94,9 +95,16 @@ class DataflowGraph:
 
     def parameter_reads(self, name: str) -> set[int]:
         """The operations that read a parameter, or a view of it, and have a gradient."""
-        reads = {i for value, parameter in self.parameter_of.items() if parameter == name for i in self.consumers.get(value, [])}
-        outputs = {i: self.op(i).outputs for i in reads}
-        return {i for i in reads if any(self.dataflow.values[v].needs_grad and v not in self.parameter_of for v in outputs[i])}
+        return self._reads_by_parameter.get(name, set())
+
+    @cached_property
+    def _reads_by_parameter(self) -> dict[str, set[int]]:
+        reads: dict[str, set[int]] = {}
+        for value, name in self.parameter_of.items():
+            for index in self.consumers.get(value, []):
+                if any(self.dataflow.values[v].needs_grad and v not in self.parameter_of for v in self.op(index).outputs):
+                    reads.setdefault(name, set()).add(index)
+        return reads
 
     def op(self, index: int) -> Operation:
         return self.dataflow.operations[index]
