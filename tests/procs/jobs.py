@@ -17,7 +17,7 @@ from meshwright.core.serialization import from_data
 from meshwright.core.task import Task
 from meshwright.execute.apply import apply
 from meshwright.execute.data_parallel import SUM
-from meshwright.execute.full_state import full_state, state_digest
+from meshwright.execute.full_state import full_state, replica_differences, state_digest
 from meshwright.execute.session import Session
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from tests import architectures, convolutional
@@ -138,6 +138,7 @@ def train_curve(
                 raise AssertionError("slices looked like a state")
         held["optimizer"] = session.applied.memory_bytes()["optimizer"]
         state = {name: tensor.double().sum().item() for name, tensor in full_state(session.applied)}
+        assert replica_differences(session.applied) == [], "ranks that hold the same piece have other values"
         return {
             "losses": losses,
             "norms": norms,
@@ -221,8 +222,8 @@ def fp16_steps(rank: int, world: int, init_method: str) -> dict[str, list[bool]]
     with _group(rank, world, init_method):
         network = random_network([4, 4], "tanh", False, 0)
         session = Session(plan, network, make_optimizer("sgd", network), clip=1.0)
-        assert session._loss_scaler is not None
-        session._loss_scaler.value = 2.0**40
+        assert session.loss_scaler is not None
+        session.loss_scaler.value = 2.0**40
         for step in range(40):
             before = [p.detach().clone() for p in network.parameters()]
             whole = global_batch({"sizes": [4, 4]}, 4, step, torch.float32)

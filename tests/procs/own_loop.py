@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -76,6 +78,14 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(x, (x.sum(1) * 2).long().clamp(-1, 1) + 1, torch.arange(count))
 
 
+class Augmented(TensorDataset):
+    """Samples to which a loader's worker adds noise, from torch's generator, Python's and numpy's."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y, i = super().__getitem__(index)
+        return x + 0.1 * torch.randn(FEATURES) + random.random() + np.random.random(), y, i
+
+
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -83,14 +93,17 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 class Script:
     """What a script makes before its loop. `prepare` is None on one device."""
 
-    def __init__(self, count: int = 29, prepare: Callable[..., Any] | None = None, fused: bool = False, branches: bool = False, **net: Any) -> None:
+    def __init__(
+        self, count: int = 29, prepare: Callable[..., Any] | None = None, fused: bool = False, branches: bool = False, workers: int = 0, **net: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model: Any = Branching().double() if branches else Net(**net).double()
         params = self.model.parameters()
         decaying = torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.1) if branches else None
         self.optimizer = decaying or torch.optim.AdamW(params, lr=0.02, fused=fused)
         self.scheduler: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7)
-        self.loader: Any = DataLoader(samples(count), BATCH, shuffle=True)
+        data = Augmented(*samples(count).tensors) if workers else samples(count)
+        self.loader: Any = DataLoader(data, BATCH, shuffle=True, num_workers=workers)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         if prepare is not None:
             things = self.model, self.optimizer, self.loader, self.scheduler, self.scaler
@@ -228,6 +241,29 @@ def run_loop(rank: int, world: int, init_method: str, loop: str, mesh: str, made
         state = {name: float(t.double().square().sum()) for name, t in full_state(runs[0].session.applied) if "/" not in name}
         sent = sum(line.calls for line in ledger.drain() if line.name.startswith("grads/"))
         return {"found": found, "state": state, "said": said.getvalue(), "plan": runs[0].plan.summary(), "sent": sent}
+
+
+def in_low_precision(rank: int, world: int, init_method: str, **constraints: Any) -> dict[str, Any]:
+    """A plain loop after `mw.prepare(precision="bf16", …)`, without autocast of its own: losses, and what the model computes in."""
+    with group(rank, world, init_method):
+        torch.manual_seed(0)
+        model, kinds = Net(), set()
+        model.head.register_forward_hook(lambda _, args, out: kinds.add((str(args[0].dtype), str(out.dtype))))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        x, y, index = samples(32).tensors
+        loader = DataLoader(TensorDataset(x.float(), y, index), BATCH)
+        run = mw.prepare(model, optimizer, loader, loss_fn=loss_fn, precision="bf16", **constraints)
+        model, optimizer, loader = run
+        kinds.clear()
+        losses = []
+        for x, y, _ in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(mw.mean(loss)))
+        kept = {str(tensor.dtype) for tensor in run.state_dict().values()} | {"torch.float32"}
+        return {"losses": losses, "kinds": sorted(kinds), "kept": sorted(kept), "precision": run.plan.memory.precision}
 
 
 def state_alone(loop: str, **made: Any) -> dict[str, float]:
@@ -438,3 +474,35 @@ def refusals(rank: int, world: int, init_method: str) -> dict[str, str]:
         other = Net().double()
         said["split"] = told(lambda: mw.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1), loader, plan=plan_for(f"tp={world}")))
         return said
+
+
+def save_and_go_on(
+    rank: int, world: int, init_method: str, mesh: str, folder: str, resume: bool, workers: int = 0, **constraints: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Two passes over a shuffled loader in a loop of one's own, saved in the middle of the second; or what is left of them in another process."""
+    with group(rank, world, init_method):
+        given: list[Any] = []
+
+        def prepare(*things: Any) -> Any:
+            given.append(mw.prepare(*things, loss_fn=loss_fn, plan=plan_for(mesh, **constraints)))
+            return given[0]
+
+        s = Script(33, prepare, workers=workers)
+        run, losses, seen = given[0], [], []
+        resumed = run.resume(folder) if resume else None
+        for _ in range(run.epoch, 2):
+            for x, y, index in s.loader:
+                loss = F.cross_entropy(s.model(x), y)
+                loss.backward()
+                s.optimizer.step()
+                s.optimizer.zero_grad()
+                s.scheduler.step()
+                losses.append(float(mw.mean(loss)))
+                seen.append(sorted(mw.gather(index).tolist()))
+                if len(losses) == 7 and not resume:
+                    run.save(folder, extra={"best": 0.5})
+        whole = run.state_dict()
+        sums = {name: float(tensor.double().sum()) for name, tensor in whole.items()}
+        run.load_state_dict({name: tensor + 1 for name, tensor in whole.items()})
+        raised = {name: float((tensor - 1).double().sum()) for name, tensor in run.state_dict().items()}
+        return {"losses": losses, "seen": seen, "resumed": resumed and vars(resumed), "sums": sums, "raised": raised}

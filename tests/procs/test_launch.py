@@ -23,9 +23,9 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
     while time.monotonic() < until:
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):  # it may end between the two
             return True
         time.sleep(0.05)
     return False

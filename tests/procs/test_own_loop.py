@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def test_every_sample_of_a_validation_loop_counts_once(pool: Any, mesh: str) -> 
 def test_a_state_dict_is_whole_or_refused(pool: Any, plan: dict[str, Any], cut: str, refused: str) -> None:
     for mine in pool.run("procs.own_loop:guarded", world=2, **plan):
         for part in ("model", "part"):
-            assert (f"state_dict: the model's parameters are split over ranks ({cut}): for a whole one" in mine[part]) == bool(cut), mine[part]
+            assert (f"state_dict: the model's parameters are split over ranks ({cut}): run.state_dict() gives" in mine[part]) == bool(cut), mine[part]
         assert ("load_state_dict: the model's parameters are split over ranks" in mine["load"]) == bool(cut)
         assert (f"state_dict: the optimizer's state is split over ranks ({refused})" in mine["optimizer"]) == bool(refused)
         for call in ("unpack", "call"):
@@ -187,3 +188,45 @@ def test_what_would_go_wrong_is_said(pool: Any) -> None:
         assert "name the loader, mw.mean(loss, train_loader)" in said["between"]
         assert "ranks have tensors of the shapes (2, 3), (2, 4): pad all dims but the first" in said["shapes"]
         assert "prepared for mesh dp=2, and this model's mesh tp=2 splits a batch differently" in said["split"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"mesh": "dp=1"}, {"mesh": "dp=1"}),
+        ({"mesh": "dp=2"}, {"mesh": "dp=2"}),
+        (PLANS["zero 3"], {"mesh": "dp=1"}),
+        ({"mesh": "dp=1"}, PLANS["tp"]),
+        (PLANS["zero 1"], PLANS["zero 3"]),
+    ],
+    ids=str,
+)
+def test_a_script_goes_on_in_the_middle_of_a_pass(pool: Any, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Every sample once, the schedule going on, the same losses: also under another plan."""
+    worlds = [2 if plan["mesh"] != "dp=1" else 1 for plan in (before, after)]
+    run = "procs.own_loop:save_and_go_on"
+    whole = pool.run(run, world=worlds[0], folder=str(tmp_path), resume=False, **before)[0]
+    rest = pool.run(run, world=worlds[1], folder=str(tmp_path), resume=True, **after)[0]
+    assert rest["resumed"] == {"step": 7, "epoch": 1, "extra": {"best": 0.5}}
+    assert rest["losses"] == (whole["losses"][7:] if before == after else pytest.approx(whole["losses"][7:], rel=1e-9))
+    assert rest["seen"] == whole["seen"][7:]
+    assert rest["sums"] == pytest.approx(whole["sums"], rel=1e-9)
+    assert rest["raised"] == pytest.approx(rest["sums"], rel=1e-9)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_random_numbers_of_a_loaders_workers_go_on(pool: Any, tmp_path: Path, world: int) -> None:
+    """A pass is entered again from its beginning, so that workers draw for the batches that are left what they would have drawn."""
+    arguments = {"world": world, "folder": str(tmp_path), "mesh": f"dp={world}", "workers": 2}
+    whole = pool.run("procs.own_loop:save_and_go_on", resume=False, **arguments)[0]
+    rest = pool.run("procs.own_loop:save_and_go_on", resume=True, **arguments)[0]
+    assert rest["losses"] == whole["losses"][7:] and rest["sums"] == whole["sums"]
+
+
+@pytest.mark.parametrize("constraints", [{"mesh": "dp=2"}, {"mesh": "shard=2", "zero": 3}, {"mesh": "tp=2"}], ids=str)
+def test_a_loop_of_ones_own_in_the_precision_that_prepare_is_given(pool: Any, constraints: dict[str, Any]) -> None:
+    alone = pool.run("procs.own_loop:in_low_precision", world=1, mesh="dp=1")[0]
+    for found in pool.run("procs.own_loop:in_low_precision", world=2, **constraints):
+        assert found["precision"] == "bf16" and found["kept"] == ["torch.float32"]
+        assert found["kinds"] == [("torch.bfloat16", "torch.bfloat16")] == alone["kinds"]
+        assert found["losses"] == pytest.approx(alone["losses"], rel=0.02)

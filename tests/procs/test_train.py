@@ -238,3 +238,16 @@ def test_out_of_memory_is_an_answer(command: Command) -> None:
     assert "No plan fits in memory" in last
     assert re.search(r"needs [\d.]+ [GT]B a device, this one has [\d.]+ GB", last)
     assert "What would help" in last
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "shard=2", "tp=2", "pp=2"])
+def test_models_are_born_in_pieces_with_the_values_of_one_process(command: Any, mesh: str) -> None:
+    """Every rank makes its own pieces only; nothing is broadcast, and the losses are one device's."""
+    words = ("train", "gpt-tiny", "--steps", "4", "--json", "--seed", "3", "--set", "profile=false")
+    alone = json.loads(command(*words, "--mesh", "dp=1")[0])
+    spread = json.loads(command(*words, "--mesh", mesh, *(("--set", "zero=3") if mesh == "shard=2" else ()))[0])
+    assert spread["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    events = [json.loads(line) for line in (Path(spread["run"]) / "events-1.jsonl").read_text().splitlines()]
+    born = next(event["data"] for event in events if event["kind"] == "born")
+    ledger = next(event["data"] for event in events if event["kind"] == "ledger" and event["data"]["phase"] == "start-up")
+    assert born == {"sharded": True, "reason": ""} and ledger["differences"] == []

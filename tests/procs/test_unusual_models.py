@@ -33,6 +33,11 @@ def refusal(kind: str, mesh: str, constraints: dict[str, Any]) -> str:
         "reused blocks": "blocks.0 is called several times",
         "a part of a block": "is called several times, with sharded and with replicated positions|is used several times",
         "asks for finite values": "needs all positions of a value that no module returns",
+        "mixed tokens": "combines sharded positions",
+        "gates by sample": "combines sharded positions",
+        "an output used inside": "combines sharded positions",
+        "samples second": "combines sharded positions",
+        "windows": "computes sizes from the number of positions",
     }
     reasons |= dict.fromkeys(("depthwise conv as a function", "concatenated features", "repeated mask"), whole)
     return reasons.get(kind, "") if constraints.get("sequence") else ""

@@ -117,6 +117,52 @@ class RepeatingBlock(Block):
         return (hidden.unflatten(-1, (4, WIDTH)) * mask[..., None]).flatten(2)
 
 
+class ManyReaders(nn.Module):
+    """Several layers take its input, whose number of positions it reads before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.gates, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        values, gates = (layer(x).view(batch, length, -1, WIDTH) for layer in (self.values, self.gates))
+        mixed = values * gates.sigmoid() * torch.linspace(0, 1, LENGTH)[:, None, None]
+        return self.down(mixed.flatten(2))  # type: ignore[no-any-return]
+
+
+class ParallelBlock(Block):
+    """Two parts take one norm's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = ManyReaders()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.mixer(normed) + self.down(self.up(normed).relu())  # type: ignore[no-any-return]
+
+
+class TransposedConvBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(WIDTH, 4 * WIDTH, 1), nn.ConvTranspose1d(4 * WIDTH, WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x).transpose(1, 2)).relu()).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class TokenMixingBlock(Block):
+    """Its first product contracts positions, and the second has a bias for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.unmix = nn.Linear(LENGTH, 4 * WIDTH), nn.Linear(4 * WIDTH, LENGTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.unmix(self.mix(x.transpose(1, 2)).relu()).transpose(1, 2))
+
+
 class UnflattenBlock(Block):
     """Counts the dim that it splits from the end."""
 
@@ -173,6 +219,62 @@ class Mixer(nn.Module):
         return x if mask is None else x * mask
 
 
+class Summing(nn.Module):
+    """Returns a value, and sums over its positions too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.block(x) * 2.0
+        return x, x.cumsum(1)
+
+
+class Counting(nn.Module):
+    """Spells out the shape of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).view(-1, LENGTH, WIDTH)  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    """A gate for each sample, which every position of a block's output is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        for gate, block in zip(self.gates, self.blocks, strict=True):
+            x = x + gate(condition)[:, None] * block(x)
+        return x
+
+
+class SamplesSecondBlock(Block):
+    """Counts samples where another view of as many dims counts heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(0, 1).contiguous().view(LENGTH, 1, x.shape[0], WIDTH)[:, 0].transpose(0, 1)
+        return super().forward(x)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view(hidden.shape[0], hidden.shape[1], 8, 8).softmax(-1).flatten(2)
+
+
+class WindowBlock(Block):
+    """Splits its positions into windows, whose number it computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        windows = (x + self.down(self.up(self.norm(x)).relu())).view(batch, length // LENGTH, LENGTH, width)
+        return windows.view(batch, length, width)  # type: ignore[no-any-return]
+
+
 class Embeddings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -198,6 +300,9 @@ class Language(nn.Module):
         self.gain = nn.Parameter(torch.rand(WIDTH)) if kind == "a parameter of its own" else None
         self.encoder, self.mixer = (Encoder(), Mixer()) if kind == "a value used late" else (None, None)
         self.sides = nn.ModuleList([Embeddings(), Embeddings()]) if kind == "tied in a block" else None
+        self.summing = Summing() if kind == "an output used inside" else None
+        self.gated = Gated() if kind == "gates by sample" else None
+        self.counting = Counting() if kind == "an output written to" else None
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if self.sides is not None:
             self.head.weight = self.sides[1].words.weight  # type: ignore[union-attr, assignment]
@@ -223,6 +328,14 @@ class Language(nn.Module):
             x = block(x)
         if self.conv is not None:
             x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        if self.summing is not None:
+            x, sums = self.summing(x)
+            x = x + sums
+        if self.gated is not None:
+            x = self.gated(x, x[:, 0])
+        if self.counting is not None:
+            x = self.counting(x)
+            x[:, :1] = 0.0
         if self.mixer is not None:
             x = self.mixer(torch.ones(()) if is_fake(tokens) else None, x, early)  # a mask that the trace alone sees
         return self.head(x)  # type: ignore[no-any-return]
@@ -244,10 +357,13 @@ BLOCKS: dict[str, type[Block]] = {
     "depthwise conv as a function": FunctionalDepthwiseBlock, "concatenated features": ConcatenatingBlock, "slopes by head": SlopesBlock,
     "repeated mask": RepeatingBlock, "blocks that might be dropped": DroppedBlock, "reads a value": CarefulBlock,
     "heads by unflatten": UnflattenBlock, "asks for finite values": FiniteBlock, "grouped convs": GroupedBlock,
+    "parallel parts": ParallelBlock, "transposed conv": TransposedConvBlock, "mixed tokens": TokenMixingBlock, "windows": WindowBlock,
+    "samples second": SamplesSecondBlock,
 }  # fmt: skip
 KINDS = (
     "scaled embedding", "renormalized embedding", "conv with its own forward", "reused blocks", "uncalled lists", "a parameter of its own",
-    "a value used late", "blocks by forward", "tied without repeats", "tied in a block", "a part of a block", *BLOCKS,
+    "a value used late", "gates by sample", "an output used inside", "an output written to",
+    "blocks by forward", "tied without repeats", "tied in a block", "a part of a block", *BLOCKS,
 )  # fmt: skip
 
 

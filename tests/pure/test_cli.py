@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -413,7 +414,7 @@ VERBS = dict(verbs(typer.main.get_command(app)))
 
 def examples(command: Any) -> list[list[str]]:
     """The command lines in a verb's own help."""
-    return [line.partition("meshwright ")[2].split() for line in (command.help or "").splitlines() if "meshwright " in line]
+    return [shlex.split(line.partition("meshwright ")[2]) for line in (command.help or "").splitlines() if "meshwright " in line]
 
 
 @pytest.mark.parametrize("path", VERBS, ids=" ".join)
@@ -423,7 +424,7 @@ def test_help_of_every_verb_has_an_example(path: tuple[str, ...], run: Tool) -> 
     shown = " ".join(out.split())
     assert "Example" in shown
     for example in examples(VERBS[path]):
-        assert "meshwright " + " ".join(example) in shown
+        assert all(part in shown for part in ("meshwright " + " ".join(path), *example))
 
 
 @pytest.mark.parametrize("path", VERBS, ids=" ".join)

@@ -331,3 +331,38 @@ def test_a_strand_that_passes_can_be_cut(function: Callable[[torch.Tensor], torc
     for dim, at in passes.items():
         half = given.shape[dim] // 2
         torch.testing.assert_close(model(given.narrow(dim, half, half)), model(given).narrow(at, half, half))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())  # type: ignore[no-any-return]
+
+
+def test_a_block_with_frozen_parameters_or_hooks_is_no_copy_of_one_without() -> None:
+    model = nn.Sequential(*(Residual() for _ in range(5)))
+    model[3].up.requires_grad_(False)  # type: ignore[operator]
+    model[4].up.register_forward_hook(lambda _m, _a, out: out.softmax(-1))  # type: ignore[operator, union-attr]
+    flow = flow_of(model, 6, 8)
+    assert [v.parameter for v in flow.values if v.parameter and not v.needs_grad] == ["3.up.weight", "3.up.bias"]
+    assert [op.module for op in flow.operations if op.name == "_softmax"] != []
+    assert "4.up.weight" not in cut_names(choose_cuts(flow, 2)) and cut_names(choose_cuts(flow, 2))["2.up.weight"] == 0
+
+
+def test_a_list_may_hold_none_in_a_modules_place() -> None:
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Residual(), Residual()])
+            self.between = nn.ModuleList([nn.Linear(8, 8)])
+            self.between.register_module("1", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block, layer in zip(self.blocks, self.between, strict=True):
+                x = block(x) if layer is None else layer(block(x))
+            return x
+
+    assert {"blocks.0.up.weight", "blocks.1.up.weight"} <= cut_names(choose_cuts(flow_of(Stages(), 6, 8), 2)).keys()

@@ -18,7 +18,7 @@ from meshwright.core.plan_checks import VERSION
 from meshwright.core.serialization import from_data, to_data
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "plans_v1"
-LATER_KEYS = ("samples", "batch_norm")  # that version 1 did not have
+LATER_KEYS = ("samples", "batch_norm", "serve")  # that version 1 did not have
 MODULES = (calibration, context_policy, expert_policy, plan, routes, schedule, spatial_policy, tensor_policy)
 
 

@@ -11,7 +11,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
 from meshwright.orchestrate import RunConfig
-from meshwright.orchestrate.knobs import KNOBS, check_given, config_from_environment, constraints_from_config, script_environment
+from meshwright.orchestrate.knobs import KNOBS, check_given, constraints_from_config, script_config, script_environment
 from meshwright.plan import Constraints
 
 # Fields of RunConfig that constrain no plan. A new field belongs here or into the table of knobs.
@@ -19,7 +19,7 @@ NO_KNOBS = {
     "model", "random_init", "steps", "epochs", "global_batch", "seq", "seed", "dropout", "data", "data_dir", "optimizer", "learning_rate",
     "weight_decay", "betas", "adam_eps", "lr_schedule", "warmup_steps", "clip", "validate_every", "validate_batches", "plan", "strategy", "devices",
     "cluster", "precision", "objective", "price", "watts", "run_dir", "name", "log_interval", "profile", "tensorboard", "prometheus_port",
-    "on_nan", "digest", "verify",
+    "on_nan", "digest", "verify", "checkpoint_every", "keep_checkpoints", "keep_every", "mtbf_h", "resume", "init_from", "allow_changes", "export",
 }  # fmt: skip
 FOUND_LATER = {"routes", "nodes", "reorder", "flow"}  # constraints that no user writes: they follow from measurements and from the model
 
@@ -72,14 +72,14 @@ def test_a_script_is_told_every_knob_of_its_plan(key: str) -> None:
         with pytest.raises(RequestError, match="backend=auto"):
             script_environment(config)
     elif key != "nproc":  # which says how many ranks are started
-        assert constraints_from_config(config_from_environment(script_environment(config))) == constraints_from_config(config)
+        assert constraints_from_config(script_config(script_environment(config), {})) == constraints_from_config(config)
 
 
 def test_verification_can_be_switched_off_for_a_script_and_beside_a_given_plan() -> None:
     config = RunConfig(verify="off", plan="plan.json")
     assert not config.verify
-    assert not config_from_environment(script_environment(config)).verify
-    assert config_from_environment({}).verify
+    assert not script_config(script_environment(config), {}).verify
+    assert script_config({}, {}).verify
 
 
 PLAN = Plan(
@@ -114,3 +114,13 @@ def test_a_given_plan_holds_what_is_asked(key: str) -> None:
     with pytest.raises(RequestError) as refused:
         check_given(PLAN, RunConfig(plan="p.json", **{key: other}))
     assert str(refused.value) == f"p.json {said}: change one of them"
+
+
+def test_a_script_fixes_what_set_fixes_and_the_command_that_starts_it_wins() -> None:
+    handed_on = script_environment(RunConfig(zero=3))
+    config = script_config(handed_on, {"precision": "bf16", "mesh": "shard=2", "zero": 1})
+    assert (config.precision, config.mesh, config.zero) == ("bf16", "shard=2", 3)
+    with pytest.raises(RequestError, match="unknown key 'presision' in prepare; did you mean 'precision'"):
+        script_config({}, {"presision": "bf16"})
+    with pytest.raises(RequestError, match="prepare: zero"):
+        script_config({}, {"zero": 7})

@@ -238,6 +238,14 @@ def test_gather_and_mean_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "one-two!" and mw.is_first()
 
 
+def test_gather_while_a_stream_is_read() -> None:
+    """Its loader has no length, and is there all the same."""
+    model, optimizer, _ = parts()
+    run = mw.prepare(model, optimizer, DataLoader(Stream(8), 4), plan=Plan("t", 4))
+    for _ in run.loader:
+        assert mw.gather(torch.arange(4)).tolist() == [0, 1, 2, 3]
+
+
 # -- what is replaced in torch --
 
 

@@ -18,8 +18,8 @@ from meshwright.core.tied_parameters import stages_holding
 from meshwright.core.workload import Workload
 from meshwright.describe.dataflow_tracer import trace_dataflow, trace_module_dataflow
 from meshwright.describe.profile_tracer import trace_module, trace_task
-from meshwright.plan.pipeline_planner import _balanced_cuts, cut_stages
-from meshwright.plan.search_space import Constraints, candidates
+from meshwright.plan.pipeline_planner import _balanced_cuts, cut_stages, reuses_parameters
+from meshwright.plan.search_space import Constraints, candidates, is_schedule_eligible
 from meshwright.plan.tensor_planner import choose_tensor_grid
 from meshwright.schedule import build_schedule
 
@@ -157,3 +157,38 @@ def test_zero_bubble_goes_there_and_back_again() -> None:
     plan = Plan("m", 8, Mesh(pp=2), 4, stages, "zero_bubble")
     assert [plan.stage_rank(s) for s in range(4)] == [0, 1, 1, 0]
     assert [Plan("m", 8, Mesh(pp=2), 4, stages, "interleaved").stage_rank(s) for s in range(4)] == [0, 1, 0, 1]
+
+
+class Queries(nn.Module):
+    """Adds the same learned queries in every block, as a DETR decoder does."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(QueryBlock(twice) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class QueryBlock(nn.Module):
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.twice, self.linear, self.query = twice, nn.Linear(8, 8), nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query.tanh()  # read once
+        x = self.linear(x + query).relu()
+        return x * query if self.twice else x
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_value_made_of_parameters_that_a_stage_uses_twice_reuses_them(twice: bool) -> None:
+    """torch cannot split backward there: the planner does not choose zero_bubble."""
+    made = Queries(twice), lambda model, x: model(x).square().mean(), torch.randn(2, 6, 8)
+    flow = trace_module_dataflow(*made)
+    stages = cut_stages(flow, trace_module(*made, name="queries"), 4)
+    assert reuses_parameters(flow, stages) == twice
+    assert is_schedule_eligible("zero_bubble", stages, Constraints(flow=flow)) != twice
+    assert is_schedule_eligible("interleaved", stages, Constraints(flow=flow))

@@ -37,6 +37,7 @@ from meshwright.core.task import Batch, Field, Loss, Task
 from meshwright.cost.memory_cost import model_state_bytes, peak_live_memory
 from meshwright.describe import layer_profiles, profile_tracer
 from meshwright.describe.dataflow_tracer import trace_module_dataflow
+from meshwright.describe.preserved_attributes import _find_caches
 from meshwright.describe.profile_tracer import profile_parameters_only, trace_module, trace_task
 from meshwright.describe.storage_lifetimes import upper_envelope
 from meshwright.describe.untraceable import UntraceableError
@@ -787,3 +788,13 @@ def test_a_trace_leaves_nothing_in_the_model() -> None:
     trace_module(model, lambda m, b: m(b["x"]).mean(), batch, name="lazy")
     assert (model.table, model.tables, model.calls) == (None, {}, 0)
     assert torch.equal(model(batch["x"]), expected)
+
+
+def test_caches_inside_static_methods_are_found() -> None:
+    """Of a static method, a class holds an object that is not a function; a decorator's closure holds the cache."""
+    cache = functools.lru_cache(lambda size: torch.zeros(size))
+
+    class Table(nn.Module):
+        made = staticmethod(lambda size: cache(size))
+
+    assert cache in _find_caches(Table())

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from meshwright import zoo
 from meshwright.core.errors import RequestError
+from meshwright.core.keyed_hash import splitmix64
 from meshwright.core.task import Field, KeyedRandomModule, Task
 from meshwright.zoo import losses
 from meshwright.zoo.autocast import padded_linear
 from meshwright.zoo.gpt import GPT, GPT_CONFIGS, GPTConfig
-from meshwright.zoo.keyed_random import KeyedDropout, KeyedNormal, splitmix64
+from meshwright.zoo.keyed_random import KeyedDropout, KeyedNormal
 from meshwright.zoo.llama import LLAMA_CONFIGS, Llama, LlamaConfig, apply_rotary, rope_frequencies
 from meshwright.zoo.vae import VAE, VAE_CONFIGS
 

@@ -17,18 +17,20 @@ from typing import Any, NoReturn
 
 import typer
 
-from meshwright.cli import bench_command, describe_command
+from meshwright.cli import bench_command, checkpoints_command, describe_command
 from meshwright.cli.console import fail
 from meshwright.cli.doctor_command import doctor
+from meshwright.cli.generate_command import generate
 from meshwright.cli.plan_command import plan
 from meshwright.cli.proxy_command import proxy
 from meshwright.cli.report_command import report
+from meshwright.cli.serve_command import serve
 from meshwright.cli.simulate_command import simulate
 from meshwright.cli.stop_signals import StopSignals, ignore_stop_signals
 from meshwright.cli.train_command import train
 from meshwright.cli.verify_command import verify
 from meshwright.cli.watch_command import watch
-from meshwright.core.errors import MeshwrightError, unknown_name_error
+from meshwright.core.errors import MeshwrightError, RunStopped, unknown_name_error
 
 app = typer.Typer(
     name="meshwright",
@@ -40,7 +42,8 @@ app = typer.Typer(
 )
 app.add_typer(describe_command.app, name="describe")
 app.add_typer(bench_command.app, name="bench")
-_VERBS: tuple[Callable[..., None], ...] = (plan, verify, train, proxy, simulate, report, watch, doctor)
+app.add_typer(checkpoints_command.app, name="checkpoints")
+_VERBS: tuple[Callable[..., None], ...] = (plan, verify, train, generate, serve, proxy, simulate, report, watch, doctor)
 for verb in _VERBS:
     app.command()(verb)
 
@@ -56,6 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         _fail_stopped(stop.received or signal.SIGINT)
     except typer.Exit as error:
         sys.exit(error.exit_code)
+    except RunStopped as error:
+        _fail_stopped(stop.received or error.signal)
     except MeshwrightError as error:
         _show_traceback(error)
         fail(str(error), error.exit_code)
@@ -87,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _fail_stopped(number: signal.Signals) -> NoReturn:
     ignore_stop_signals()  # the interpreter is about to exit
-    fail("interrupted" if number == signal.SIGINT else f"stopped by {number.name}", 128 + number)
+    fail("interrupted" if number == signal.SIGINT else f"stopped by {number.name}", 128 + (number if number == signal.SIGINT else signal.SIGTERM))
 
 
 def _show_traceback(error: MeshwrightError) -> None:

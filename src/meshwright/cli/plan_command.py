@@ -62,7 +62,7 @@ def plan(
     if output is not None and prepared.estimate.fits:
         prepared.plan.save(output)
     ranking, best = prepared.ranking, prepared.plan
-    ledger_lines = plan_ledger(best, prepared.profile, clip=config.clip > 0) if ledger else ()
+    ledger_lines = plan_ledger(best, prepared.profile, clip=config.clip > 0, broadcasts=False) if ledger else ()
     if as_json:
         plans = [_scored_to_json(scored) | {"reason": scored.estimate.reason} for scored in (ranking.scored if ranking else ())]
         result = {"plans": plans, "why": prepared.why, "learning_rate": prepared.learning_rate, "seconds": time.perf_counter() - start}

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM stop a command in order: they raise StopRequest, so that every `finally` runs. A second signal cuts the order short."""
+"""SIGINT, SIGTERM and SIGUSR1 stop a command in order: they raise StopRequest, so that every `finally` runs. A second signal cuts the order short."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 from meshwright.core.errors import StopRequest
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm warns with the last, if it is asked to: --signal=USR1@120
 
 
 class StopSignals:

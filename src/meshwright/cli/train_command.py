@@ -16,7 +16,7 @@ from meshwright.core.errors import RequestError, RunError
 from meshwright.core.quantities import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from meshwright.orchestrate import PreparedRun
+    from meshwright.orchestrate import PreparedRun, RunConfig
 
 
 def train(
@@ -35,6 +35,8 @@ def train(
     backend: Annotated[str | None, typer.Option("--backend", help="gloo, mpi or nccl; auto: for each call the fastest that was measured.")] = None,
     launcher: Annotated[str | None, typer.Option("--launcher", help="local (this command starts the ranks, the default) or mpi (mpirun).")] = None,
     run_dir: Annotated[str | None, typer.Option("--run-dir", help="Folder that gets a folder for the run; runs by default.")] = None,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN|FOLDER", help="Go on with a run, or from one of its checkpoints.")] = None,
+    init_from: Annotated[str | None, typer.Option("--init-from", metavar="RUN|FOLDER", help="Begin a new run with these weights.")] = None,
     settings: options.Set = None,
     as_json: options.Json = False,
 ) -> None:
@@ -45,6 +47,7 @@ def train(
       meshwright train vae --steps 50 --mesh shard=2 --set zero=2
       meshwright train --backend mpi --nproc 2 --steps 20
       meshwright train examples/02_prepare.py
+      meshwright train --resume last --steps 400
     """
     require_torch()
     from meshwright.describe.discover import discover
@@ -56,14 +59,14 @@ def train(
 
     flags: dict[str, Any] = {
         "steps": steps, "epochs": epochs, "data": data, "global_batch": global_batch, "seq": seq, "seed": seed, "plan": plan,
-        "nproc": nproc, "mesh": mesh, "devices": options.parse_devices(devices), "backend": backend, "run_dir": run_dir,
+        "nproc": nproc, "mesh": mesh, "devices": options.parse_devices(devices), "backend": backend, "run_dir": run_dir, "init_from": init_from,
     }  # fmt: skip
     script = source if source and source.endswith(".py") else None
     file = Path(source) if source and source.endswith(".json") else None
     if arguments and script is None:
         raise RequestError(f"unexpected argument '{arguments[0]}': only a script takes arguments")
     if source and script is None and file is None:
-        flags["model"] = source
+        flags["model"] = _with_packaged_weights(source, settings or [])
     launched = detect_launched_rank(os.environ)
     if launched is not None:
         end_on_sigterm()
@@ -71,7 +74,12 @@ def train(
     def count_ranks(nproc: int | None, devices: tuple[int, ...] | None) -> int:
         return launched.world if launched is not None else len(discover(os.environ, ranks=nproc, devices=devices).devices)
 
-    config = options.make_config(file, settings, count_ranks, **flags)
+    if resume is not None:
+        if source is not None:
+            raise RequestError(f"--resume goes on with a run and its own model, not with {source}: leave it out")
+        config = _resumed_config(resume, settings, flags)
+    else:
+        config = options.make_config(file, settings, count_ranks, **flags)
     if launcher == "local" and config.backend == "auto":
         config = config.model_copy(update={"backend": None})
     if launched is None:
@@ -102,6 +110,30 @@ def train(
     _print_result(result, prepared, as_json)
 
 
+def _with_packaged_weights(model: str, settings: list[str]) -> str:
+    """The folder of a model whose weights an installed Python package carries; other models, and those that begin anew, stay as they are."""
+    from meshwright.zoo.gguf_folder import find_packaged_file, folder_of_gguf
+
+    if "random_init=true" in settings or (file := find_packaged_file(model)) is None:
+        return model
+    log_progress(f"{model}: the weights of {file.name}")
+    return f"hf:{folder_of_gguf(file, os.environ)}"
+
+
+def _resumed_config(run: str, settings: list[str] | None, flags: dict[str, Any]) -> RunConfig:
+    """The configuration of the run that goes on, changed by what was given."""
+    from meshwright.observe import find_run_folder
+    from meshwright.orchestrate.config import check_keys, parse_setting
+    from meshwright.orchestrate.resume import resumed_config
+
+    given = dict(parse_setting(text) for text in settings or []) | {key: value for key, value in flags.items() if value is not None}
+    check_keys(given, "--set")
+    path = Path(run) if "/" in run else find_run_folder(run, Path(flags["run_dir"] or "runs")).path
+    config, line = resumed_config(path, given, os.environ)
+    log_progress(line)
+    return config
+
+
 def _print_result(result: dict[str, Any], prepared: PreparedRun | None, as_json: bool) -> None:
     if as_json:
         print_json(result)
@@ -124,6 +156,10 @@ def _print_summary(result: dict[str, Any], prepared: PreparedRun | None) -> None
         stderr.print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{validation} in {show_seconds(result['seconds'])}")
     if phases := result.get("phases"):
         stderr.print("where the time went: " + ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in phases.items() if seconds >= 0.05))
+    if result.get("checkpoint"):
+        stderr.print(f"checkpoint of step {result['checkpoint']['step']}: {result['checkpoint']['folder']}", markup=False, soft_wrap=True)
+    if result.get("model"):
+        stderr.print(f"weights: {result['model']}", markup=False, soft_wrap=True)
     stderr.print(f"report: {result['report']}", markup=False, soft_wrap=True)
 
 

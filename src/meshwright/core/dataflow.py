@@ -57,11 +57,12 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class SizeRead:
-    """The model's own code read the size of dim `dim` of a value, before operation `before_operation`."""
+    """The code of `module` read the size of dim `dim` of a value, before operation `before_operation`."""
 
     value: int
     dim: int
     before_operation: int
+    module: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -49,3 +50,11 @@ class StopRequest(KeyboardInterrupt):
     def __init__(self, signal_name: str, at_once: bool) -> None:
         super().__init__(f"stopped by {signal_name}")
         self.at_once = at_once
+
+
+class RunStopped(MeshwrightError):
+    """The ranks were told to stop, and have saved."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.signal = signal.Signals(signal_number)

@@ -21,6 +21,7 @@ from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.routes import Route
 from meshwright.core.sample_coupling import BatchNormMode, SampleCoupling
 from meshwright.core.serialization import from_data, read_json, write_json
+from meshwright.core.serve_policy import ServePolicy
 from meshwright.core.spatial_policy import SpatialPolicy, show_grid
 from meshwright.core.tensor_policy import TensorPolicy
 from meshwright.core.workload import Precision
@@ -154,6 +155,7 @@ class Plan:
     spatial: SpatialPolicy = SpatialPolicy()
     expert: ExpertPolicy = ExpertPolicy()
     samples: SampleCoupling = SampleCoupling()
+    serve: ServePolicy = ServePolicy()  # for inference; empty in plans for training
     batch_norm: BatchNormMode = "local"  # whose samples BatchNorm normalises together: each data rank's own, or those of all (sync)
     compile: CompileMode = "none"
     device: DeviceKind = "cpu"

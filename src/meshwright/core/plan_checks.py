@@ -10,6 +10,7 @@ from meshwright.core.plan_compatibility import check_compatibility
 from meshwright.core.rank_devices import check_rank_devices
 from meshwright.core.recompute_policy import check_recompute, check_recompute_modes
 from meshwright.core.routes import check_routes
+from meshwright.core.serve_policy import check_serve
 from meshwright.core.shares import check_state_fractions
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def check_plan(plan: Plan) -> None:
     if not 0 <= plan.threads <= _MAX_THREADS:
         raise RequestError(f"plan: threads={plan.threads} must be 0 (the environment's setting) to {_MAX_THREADS:,}")
     _check_sync(plan)
+    check_serve(plan.serve)
     check_compatibility(plan)
     check_state_fractions(plan.balance.state_fractions, mesh, zero)
     if plan.balance.shares:

@@ -42,7 +42,7 @@ def _check_pipeline(plan: Plan) -> None:
         raise RequestError(f"plan: schedule={schedule} has {has} a rank, and {count} stages are given for pp={pp}: {advice}")
     if (accepted := traits.accepted_micro_batches(pp, micro)) != micro:
         raise RequestError(f"plan: schedule={schedule} takes micro-batches in rounds of pp={pp}: set micro_batches={accepted}")
-    if traits.fills_ranks and micro < pp:
+    if traits.fills_ranks and micro < pp and not plan.serve:
         raise RequestError(f"plan: schedule={schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
     for share in plan.balance.shares:
         if share % micro:

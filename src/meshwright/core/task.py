@@ -38,8 +38,14 @@ class Task:
     global_batch: int = 32
     learning_rate: float | None = None  # peak; None: by the width of the model
     tokens_per_sample: int | None = None
-    pretrained: bool = False  # `build` returns trained weights
+    weights: str = ""  # a folder of safetensors that `build` reads, after `architecture` has built the model
+    architecture: Callable[[], nn.Module] | None = None
     note: str = ""
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether `build` returns trained weights."""
+        return bool(self.weights)
 
     @cached_property
     def memo(self) -> Memo:

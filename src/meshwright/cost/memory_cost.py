@@ -16,6 +16,7 @@ from meshwright.schedule.step_actions import MeshCoordinate, gradient_buckets, p
 
 _CPU_RNG_STATE_BYTES = 5056  # size of torch's CPU generator state, which every recomputed unit saves
 _RECEIVE_BUFFERS = 2  # of one stage: the one in use, and the one that is posted ahead
+START_UP = "start-up"  # what giving the model its initial values needs beyond a step's memory, where that is more
 EXACT_KINDS = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone; measured runs correct the others
 
 
@@ -81,7 +82,16 @@ def peak_bytes(
         "framework": rates.base_bytes,
         "gradients": int(peak.gradients),
     }
-    return {kind: size if kind in EXACT_KINDS else int(size * rates.memory_correction) for kind, size in kinds.items()}
+    needed = {kind: size if kind in EXACT_KINDS else int(size * rates.memory_correction) for kind, size in kinds.items()}
+    start_up = start_up_bytes(plan, profile, states) + needed["framework"] - sum(needed.values())
+    return {**needed, START_UP: start_up} if start_up > 0 else needed
+
+
+def start_up_bytes(plan: Plan, profile: ModelProfile, states: Mapping[str, int]) -> int:
+    """Bytes of a rank that gives its pieces their initial values: the pieces, buckets that exist from the start, and one whole tensor, which is drawn
+    on the host. A model that cannot be born in pieces needs more; the run says so."""
+    held = states["parameters"] + (states["gradients"] if plan.mesh.group_size("data") > 1 and plan.memory.zero < 2 else 0)
+    return held + (max((t.bytes for t in profile.tensors), default=0) if plan.device == "cpu" else 0)
 
 
 def _rng_state_bytes(plan: Plan, profile: ModelProfile, counts: Mapping[str, int]) -> int:

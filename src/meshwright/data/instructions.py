@@ -53,6 +53,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def prompt(self, record: InstructionRecord) -> str:
+        """What comes before the answer."""
+
 
 class ByteTokenizer:
     """The fallback without a tokenizer: each byte is a token. Zero, which no text contains, is the end of text."""
@@ -63,9 +66,12 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def prompt(self, record: InstructionRecord) -> str:
+        return record.prompt
+
 
 class PretrainedTokenizer:
-    """The tokenizer in a Hugging Face folder."""
+    """The tokenizer in a Hugging Face folder. Models that are made for chats get instructions in their own chat template, others in Alpaca's."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -79,10 +85,18 @@ class PretrainedTokenizer:
             raise RequestError(f"the tokenizer in {folder} has no end of text: set eos_token in its tokenizer_config.json")
         self.eos_id = int(self._tokenizer.eos_token_id)
         self.vocab_size = max(len(self._tokenizer), self.eos_id + 1)
+        self._has_chat = bool(getattr(self._tokenizer, "chat_template", None))
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text).input_ids
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not self._has_chat).input_ids  # a template has its own
         return ids[:-1] if ids and ids[-1] == self.eos_id else ids
+
+    def prompt(self, record: InstructionRecord) -> str:
+        if not self._has_chat:
+            return record.prompt
+        content = f"{record.instruction}\n\n{record.input}" if record.input else record.instruction
+        text: str = self._tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False)
+        return text
 
 
 def find_tokenizer(folder: Path | None) -> Tokenizer:
@@ -107,8 +121,9 @@ class InstructionDataset:
 
     def tokenize(self, record: InstructionRecord) -> tuple[list[int], list[int]]:
         """(tokens, targets). A long answer is truncated at its end; a prompt that leaves no room for an answer, at its beginning."""
-        tokens = [*self._tokenizer.encode(record.prompt + record.output), self._tokenizer.eos_id]
-        prompt_length = min(len(self._tokenizer.encode(record.prompt)), len(tokens) - 1)
+        prompt = self._tokenizer.prompt(record)
+        tokens = [*self._tokenizer.encode(prompt + record.output), self._tokenizer.eos_id]
+        prompt_length = min(len(self._tokenizer.encode(prompt)), len(tokens) - 1)
         dropped = max(prompt_length + 1 - self._length, 0)
         tokens, prompt_length = tokens[dropped : dropped + self._length], prompt_length - dropped
         targets = [IGNORE_INDEX] * (prompt_length - 1) + tokens[max(prompt_length, 1) :]

@@ -204,7 +204,9 @@ class _BlockCopy:
         trace.ops += [self._copy_op(op) for op in trace.ops[start.ops : end.ops]]
         trace.modules += [self._copy_module_call(call) for call in trace.modules[start.modules : end.modules]]
         trace.calls += [replace(call, module=self._map_module(call.module)) for call in trace.calls[start.calls : end.calls]]
-        trace.reads |= {SizeRead(self.map_value(r.value), r.dim, self.map_op(r.before_operation)) for r in self.block.reads}
+        trace.reads |= {
+            SizeRead(self.map_value(r.value), r.dim, self.map_op(r.before_operation), self._map_module(r.module)) for r in self.block.reads
+        }
 
     def _copy_module_call(self, call: ModuleCall) -> ModuleCall:
         saves = self.map_op(call.ops_before_last_save) if call.ops_before_last_save >= 0 else -1

@@ -212,7 +212,7 @@ class _DataflowRecorder(TorchDispatchMode):
     def record_size_read(self, tensor: Tensor, dims: Iterable[int]) -> None:
         """Record that the model's code read these sizes of a tensor."""
         value = self.value_index(tensor)
-        self.trace.reads.update(SizeRead(value, dim, len(self.trace.ops)) for dim in dims)
+        self.trace.reads.update(SizeRead(value, dim, len(self.trace.ops), self.frames[-1].module) for dim in dims)
 
     def on_saved_tensor(self, tensor: Tensor) -> Tensor:
         for frame in self.frames:
@@ -254,7 +254,7 @@ class _DataflowRecorder(TorchDispatchMode):
         operations = tuple(map(build_operation, trace.ops))
         sizes = tuple(s.size for s in indices)
         fields = tuple(self._batch_fields(batch))
-        reads = tuple(sorted(trace.reads, key=lambda r: (r.before_operation, r.value, r.dim)))
+        reads = tuple(sorted(trace.reads, key=lambda r: (r.before_operation, r.value, r.dim, r.module)))
         modules, calls = tuple(trace.modules), tuple(trace.calls)
         return Dataflow(_TRACED_BATCH, sizes, values, operations, modules, calls, trace.outputs, fields, trace.loss, reads)
 

@@ -4,6 +4,7 @@ Every file is read below `root`, so that a test's /proc and /sys can describe an
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -97,6 +98,17 @@ def available_memory(root: Path = Path("/")) -> int:
     # Without a figure for free memory, the system and its other programs are assumed to hold half.
     available = info.get("MemAvailable", info.get("MemFree", _physical_memory() // 2))
     return max(0, min([available, *(limit - used for limit, used in _memory_limits(root))]))
+
+
+def bytes_below_limit(root: Path = Path("/")) -> float:
+    """Bytes that this process may still allocate by its own limit (ulimit -d); infinite without one."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    used = re.search(r"^VmData:\s*(\d+)", _read_text(root / "proc/self/status"), re.MULTILINE)
+    return math.inf if limit == resource.RLIM_INFINITY or used is None else max(0, limit - 1024 * int(used[1]))
 
 
 def total_memory(root: Path = Path("/")) -> int:

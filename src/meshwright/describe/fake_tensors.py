@@ -36,8 +36,8 @@ def example_batch_like(like: Batch, batch: int) -> Batch:
 
 
 def samples_like(like: Batch, model: nn.Module, batch: int) -> Batch:
-    """The first samples of `like`, repeated as often as needed, on the model's device."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    """The first samples of `like`, repeated as often as needed, on the device that the model runs on."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[torch.arange(batch, device=tensor.device) % len(tensor)].to(device) if tensor.dim() else tensor.to(device)
@@ -108,9 +108,18 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
 
 @contextmanager
 def copied_parameters(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """While active, the model's parameters and buffers are copies; the model itself is not modified, whatever runs."""
+    """While active, the model's parameters and buffers are copies; the model itself is not modified, whatever runs. On meta it has no values, and
+    noise stands for them: what is measured is time and memory."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    copies = {name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named}
+    generator = torch.Generator().manual_seed(0)
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.detach().clone()
+        values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return values.normal_(0.0, 0.02, generator=generator) if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else values
+
+    copies = {name: copy_of(tensor).requires_grad_(tensor.requires_grad) for name, tensor in named}
     with preserved_attributes(model), _replaced_tensors(model, [(tensor, copies[name]) for name, tensor in named]):
         yield copies
 

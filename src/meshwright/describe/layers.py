@@ -52,7 +52,8 @@ def _contains_blocks(module: nn.Module) -> bool:
 
 
 def _has_repeats(modules: nn.ModuleList | nn.Sequential) -> bool:
-    return len(set(map(module_signature, modules))) < len(modules)
+    present = [m for m in modules if m is not None]  # type: ignore[redundant-expr]  # a list may hold None in a module's place
+    return len(set(map(module_signature, present))) < len(present)
 
 
 def module_signature(module: nn.Module) -> str:
@@ -62,7 +63,8 @@ def module_signature(module: nn.Module) -> str:
 
 
 def behavior_signature(module: nn.Module) -> str:
-    """Equal for modules that compute the same: the same submodules with the same settings. A submodule's index in the model is not a setting."""
+    """Equal for modules that compute the same: the same submodules with the same settings, hooks and frozen parameters. A submodule's index in the
+    model is not a setting."""
     signatures = []
     for name, submodule in module.named_modules():
         settings = {
@@ -72,8 +74,12 @@ def behavior_signature(module: nn.Module) -> str:
             and (isinstance(value, (int, float, str, bool, tuple)) or callable(value)) and not isinstance(value, nn.Module)
         }  # fmt: skip
         extra = "" if any(key.endswith(_INDEX_SUFFIXES) for key in vars(submodule)) else submodule.extra_repr()
-        signatures.append(f"{name}:{type(submodule).__qualname__}({extra}){sorted(settings.items())}")
-    return module_signature(module) + ";".join(signatures)
+        hooks = [
+            getattr(h, "__qualname__", type(h).__qualname__) for h in (*submodule._forward_pre_hooks.values(), *submodule._forward_hooks.values())
+        ]
+        signatures.append(f"{name}:{type(submodule).__qualname__}({extra}){sorted(settings.items())}{hooks}")
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return module_signature(module) + ";".join(signatures) + f";frozen {frozen}"
 
 
 _INDEX_SUFFIXES = ("idx", "index", "site", "layer_id", "layer_number")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-_TORCH_REGISTRIES = ("_parameters", "_buffers", "_modules")  # and hooks: whoever changes these puts them back
+_TORCH_REGISTRIES = ("_parameters", "_buffers", "_modules")  # and hooks of Meshwright's: whoever changes these puts them back
 
 
 @contextmanager
@@ -21,6 +21,7 @@ def preserved_attributes(model: nn.Module) -> Iterator[None]:
     the modules' code that were filled are emptied."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     contents = [(value, value.copy()) for _, attributes in before for key, value in attributes.items() if _is_own_container(key, value)]
+    hooks = [(registry, set(registry)) for module in model.modules() for registry in (module._forward_hooks, module._forward_pre_hooks)]
     caches = [(cache, cache.cache_info().misses) for cache in _find_caches(model)]
     try:
         yield
@@ -31,6 +32,8 @@ def preserved_attributes(model: nn.Module) -> Iterator[None]:
                 vars(module).update(attributes)
         for container, content in contents:
             _refill(container, content)
+        for registry, known in hooks:
+            _remove_hooks_of_the_model(registry, known)
         for cache, misses in caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
@@ -38,6 +41,17 @@ def preserved_attributes(model: nn.Module) -> Iterator[None]:
 
 def _is_own_container(key: str, value: Any) -> bool:
     return type(value) in (dict, list, set) and key not in _TORCH_REGISTRIES and "_hooks" not in key
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is Meshwright's, and not one of the model's code."""
+    return (getattr(hook, "__module__", None) or "").startswith("meshwright.")
+
+
+def _remove_hooks_of_the_model(registry: Any, known: set[int]) -> None:
+    """Remove the hooks that the model's code registered when it first ran: the flag that says so is unset, and it would register them twice."""
+    for key in [key for key, hook in registry.items() if key not in known and not is_own_hook(hook)]:
+        del registry[key]
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -50,7 +64,8 @@ def _find_caches(model: nn.Module) -> list[Any]:
     classes = {base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith(("torch.", "builtins"))}
     namespaces: list[Any] = [vars(cls) for cls in classes]
     namespaces += [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes} if name in sys.modules]
-    functions = [value for namespace in namespaces for value in list(namespace.values()) if callable(value)]
+    values = [value for namespace in namespaces for value in list(namespace.values())]
+    functions = [getattr(v, "__func__", v) for v in values if callable(v) or isinstance(v, classmethod)]  # a static method's function
     cells = [cell for function in functions if isinstance(function, FunctionType) for cell in function.__closure__ or ()]
     functions += [cell.cell_contents for cell in cells if cell != CellType()]  # what a decorator has wrapped
     return list({id(function): function for function in functions if isinstance(function, functools._lru_cache_wrapper)}.values())

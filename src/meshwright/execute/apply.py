@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,19 +22,31 @@ from meshwright.describe.layers import tied_parameter_names
 from meshwright.execute.context_parallel import ContextParallelRuntime
 from meshwright.execute.data_parallel import DataParallel, full_gradient
 from meshwright.execute.expert_parallel import ExpertParallelShards, shard_experts
+from meshwright.execute.flat_buffer import norm_parts
 from meshwright.execute.fp8 import Fp8Layers, convert_to_fp8, has_fp8
 from meshwright.execute.gradient_sync import GradientBuckets
 from meshwright.execute.memory_runtime import RandomKeys, low_precision_dtype, storage_bytes
 from meshwright.execute.offload import OptimizerOffload
 from meshwright.execute.pipeline_parallel import PipelineRuntime
+from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.process_groups import ProcessGroups, make_process_groups
 from meshwright.execute.recompute_runtime import RecomputeCache, recompute_units
 from meshwright.execute.spatial_parallel import shard_spatial
 from meshwright.execute.state_dict_guards import guard_state_dicts
 from meshwright.execute.synced_batch_norm import sync_batch_norms
-from meshwright.execute.tensor_parallel import TensorParallelShards, shard_model, sync_rng_state
+from meshwright.execute.tensor_parallel import TensorParallelShards, has_compiled_collectives, shard_model, sync_rng_state
 from meshwright.execute.zero3_runtime import FullyShardedUnits, is_sharded
 from meshwright.schedule.buckets import ParamReplication, init_broadcast_groups, replication_of
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """The model's parameters and buffers as they were before the plan was applied."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # by name, in the model's order
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]  # persistent ones
+    aliases: Mapping[str, tuple[str, ...]]  # other names of tied tensors
 
 
 @dataclass
@@ -47,12 +59,14 @@ class AppliedPlan:
     groups: ProcessGroups
     gradient_sync: DataParallel | None  # None without data parallelism
     random_keys: RandomKeys
+    whole: WholeTensors
     tensor_parallel: TensorParallelShards | None = None
     pipeline: PipelineRuntime | None = None
     context: ContextParallelRuntime | None = None
     expert_parallel: ExpertParallelShards | None = None
     fp8: Fp8Layers = Fp8Layers()
     optimizer_offload: OptimizerOffload | None = None
+    catalog: Any = None  # of the pieces of the state that ranks hold, as `state_pieces` has last found them
 
     def local(self, batch: Batch) -> Batch:
         """Return this rank's positions of `batch` under context parallelism, and `batch` itself under any other plan. For loops without `Session`."""
@@ -91,7 +105,8 @@ class AppliedPlan:
         dtype = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
         total = torch.zeros((), dtype=dtype, device=self.plan.device)
         for copies, grads in grads_by_copies.items():
-            squares = torch.stack([n.to(dtype) for n in torch._foreach_norm(grads)]).square().sum()
+            parts = [part for grad in grads for part in norm_parts(grad)]
+            squares = torch.stack([n.to(dtype) for n in torch._foreach_norm(parts)]).square().sum()
             total = total + (squares / copies if copies > 1 else squares)
         for axis in ("tp", "ep", "pp"):
             self.groups.get(axis).sync.all_reduce(total, f"norm/{axis}").wait()
@@ -155,19 +170,37 @@ class AppliedPlan:
         }
 
 
+class NoOptimizer(torch.optim.Optimizer):
+    """Stands where a plan expects an optimizer, for a model that does not train: it holds the parameters, has no state, and refuses to step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([{"params": list(model.parameters())}], {})
+
+    def step(self, closure: Any = None) -> Any:
+        raise RequestError("this model was given no optimizer: it is for inference")
+
+
 def _param_replication(model: nn.Module, plan: Plan, pipeline: PipelineRuntime | None) -> dict[int, ParamReplication]:
     replication = replication_of(plan)
     return {id(p): replication(name, pipeline is None or pipeline.in_grad_norm(name)) for name, p in model.named_parameters()}
 
 
-def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: ProcessGroups | None = None) -> AppliedPlan:
-    """Make `model` and `optimizer` follow `plan`, in process groups of the plan's mesh. Collective: every rank calls it with the same plan."""
+def apply(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: ProcessGroups | None = None, *,
+    broadcasts: bool = True, placeholders: Placeholders | None = None,
+) -> AppliedPlan:  # fmt: skip
+    """Make `model` and `optimizer` follow `plan`, in process groups of the plan's mesh. Collective: every rank calls it with the same plan.
+
+    Without `broadcasts`, all ranks have built the same values, or `placeholders` that get theirs later. Without an optimizer, it is for inference.
+    """
+    optimizer = NoOptimizer(model) if optimizer is None else optimizer
     plan = plan.for_rank(dist.get_rank()) if plan.rank_devices else plan
-    _check_plan(plan, model)
+    _check_plan(plan, model, has_values=placeholders is None)
     groups = groups or make_process_groups(plan.mesh, plan.sync, plan.rank_devices)
-    if plan.world > 1:
+    if plan.world > 1 and broadcasts:
         broadcast_initial_state(model, groups)
     keys = RandomKeys(model)
+    whole = _whole_tensors(model)
     if groups.pp.size > 1 or groups.tp.size > 1:
         decompose_attention(model)  # the plan was made from the dataflow of decomposed attention
     pipeline = PipelineRuntime(plan, model, optimizer, groups) if groups.pp.size > 1 else None
@@ -183,10 +216,12 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups
     if plan.batch_norm == "sync" and plan.mesh.data_parallel_size > 1:
         sync_batch_norms(model, plan, groups.data, cache)
     modes = {name: mode for name, mode in plan.memory.recompute_modes.items() if name in units}
-    recompute_units(model, modes, keys, cache, eager=tensor is not None and plan.compile != "none")
+    recompute_units(model, modes, keys, cache, eager=tensor is not None and plan.compile != "none" and not has_compiled_collectives(plan))
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()
+    if placeholders is not None and plan.memory.zero == 0:
+        placeholders.give_memory(model)
     gradient_sync: DataParallel | None = None
     replication = _param_replication(model, plan, pipeline)
     if groups.data.size > 1 and plan.memory.zero == 3:
@@ -194,16 +229,38 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups
         gradient_sync = FullyShardedUnits(model, optimizer, plan, groups, replication, tied)
     elif groups.data.size > 1:
         gradient_sync = GradientBuckets(model, optimizer, plan, groups, replication)
+    if placeholders is not None:
+        placeholders.give_memory(model)
     offload = OptimizerOffload(optimizer) if plan.memory.offload == "optimizer" else None
     if offload is not None:
         model.register_load_state_dict_post_hook(lambda *_: offload.refresh_copies())
     guard_state_dicts(plan, model, optimizer)
     if pipeline is not None:
         pipeline.attach_hooks()
-    return AppliedPlan(plan, model, optimizer, groups, gradient_sync, keys, tensor, pipeline, context, experts, fp8, offload)
+    return AppliedPlan(plan, model, optimizer, groups, gradient_sync, keys, whole, tensor, pipeline, context, experts, fp8, offload)
 
 
-def _check_plan(plan: Plan, model: nn.Module) -> None:
+def _whole_tensors(model: nn.Module) -> WholeTensors:
+    shapes = {name: tuple(t.shape) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    first = {id(t): name for name, t in [*model.named_buffers(), *model.named_parameters()]}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if first[id(tensor)] != name:
+            aliases.setdefault(first[id(tensor)], []).append(name)
+    parameters = tuple(name for name, _ in model.named_parameters())
+    return WholeTensors(shapes, parameters, tuple(persistent_buffers(model)), {name: tuple(others) for name, others in aliases.items()})
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[str]:
+    """Names of the buffers that belong to a model's state."""
+    owners = {f"{prefix}." if prefix else "": module for prefix, module in model.named_modules()}
+    for name, _ in model.named_buffers():
+        module, _, key = name.rpartition(".")
+        if key not in owners[f"{module}." if module else ""]._non_persistent_buffers_set:
+            yield name
+
+
+def _check_plan(plan: Plan, model: nn.Module, *, has_values: bool) -> None:
     check_runnable(plan.mesh)
     if plan.mesh.degree("tp") > 1 and not plan.tensor.sharded_dims:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.sharded_dims is empty: let `meshwright plan` or plan_for fill it in")
@@ -220,7 +277,7 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
         if name not in modules:
             raise RequestError(f"plan: memory.units names '{name}', which the model does not have: use a name such as {list(modules)[1:4]}")
     check_tied_parameters(plan, tied_parameter_names(model))
-    if is_sharded(model):
+    if has_values and is_sharded(model):
         raise RequestError("a plan was applied to this model already: build the model anew and apply one plan")
     for name, module in modules.items() if plan.world > plan.mesh.degree("tp") or plan.tensor.is_sequence_parallel else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:

@@ -4,7 +4,7 @@ schedule/compression_actions.py predicts the same collectives."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,10 @@ class GradientCompressor:
 
     def reduce_scatter(self, comm: Comm, output: Tensor, grads: Tensor, name: str, op: str, sizes: SplitSizes = None) -> Work:
         return comm.reduce_scatter(output, grads, name, op, sizes)
+
+    def residuals(self, bucket: Hashable, get_views: GetViews | None) -> Iterator[tuple[str, Tensor]]:
+        """What is kept of a bucket between steps, by name; with `get_views`, it is made if there is none."""
+        return iter(())
 
 
 def make_compressor(policy: SyncPolicy) -> GradientCompressor:
@@ -91,6 +95,13 @@ class PowerSgd(GradientCompressor):
 
     def reduce_scatter(self, comm: Comm, output: Tensor, grads: Tensor, name: str, op: str, sizes: SplitSizes = None) -> Work:
         raise AssertionError("plans with powersgd all-reduce gradients")
+
+    def residuals(self, bucket: Hashable, get_views: GetViews | None) -> Iterator[tuple[str, Tensor]]:
+        if bucket not in self.states and get_views is not None:
+            self.states[bucket] = self._init_state(get_views())
+        for matrix in self.states[bucket].matrices if bucket in self.states else ():
+            yield f"{matrix.tensor_index}.q_factor", matrix.q_factor
+            yield f"{matrix.tensor_index}.error_feedback", matrix.error_feedback
 
     def _init_state(self, tensors: Sequence[Tensor]) -> _PowerSgdState:
         """Draw the first q factors, the same on every rank."""

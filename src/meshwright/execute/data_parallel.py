@@ -79,8 +79,11 @@ class DataParallel(Protocol):
     def tied_gradient(self, param: nn.Parameter) -> Tensor:
         """This rank's part of the gradient of a parameter that pipeline stages share."""
 
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's values in the storage dtype, on the CPU, in the model's order. Collective."""
+    def sharded_parameters(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+        """Parameters of which this rank stores some elements only: (parameter, the first of these, their values), flat."""
+
+    def residuals(self, *, create: bool) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that gradient compression keeps between steps, by name. With `create`, before the first step they are made."""
 
     def parameter_bytes(self, model: nn.Module) -> int: ...
 

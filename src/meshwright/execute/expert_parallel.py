@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.expert_policy import ExpertPolicy, MoELayer
+from meshwright.core.tensor_layout import TensorLayout
 from meshwright.execute.all_to_all import all_to_all, all_to_all_no_grad
-from meshwright.execute.autograd_collectives import all_gather_uneven
 from meshwright.execute.module_hooks import eager_decorator
+from meshwright.execute.placeholders import is_placeholder
 from meshwright.execute.recompute_runtime import RecomputeCache
 from meshwright.execute.table_parallel import TableParallelForward
 from meshwright.execute.tensor_parallel import shard_tensors
@@ -40,15 +41,10 @@ class ExpertParallelShards:
         rows = self.rows_per_rank[name]
         return full.narrow(0, sum(rows[: self.comm.rank]), rows[self.comm.rank]).clone()
 
-    def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """The full tensor of a parameter that is sharded over several ranks; collective over them. A table is on one rank, which has all of it."""
-        rows = self.rows_per_rank.get(name, ())
-        return torch.cat(all_gather_uneven(shard, self.comm, 0, list(rows))) if sum(map(bool, rows)) > 1 else shard
-
-    def holder_rank(self, name: str) -> int | None:
-        """The only rank that has a parameter; None if all ranks have it, or a shard of it."""
-        holders = [rank for rank, n in enumerate(self.rows_per_rank.get(name, ())) if n]
-        return holders[0] if len(holders) == 1 else None
+    def layout(self, name: str, layout: TensorLayout) -> TensorLayout:
+        """Where this rank's rows of a tensor with this layout lie in the whole one."""
+        rows = self.rows_per_rank.get(name)
+        return layout if rows is None else layout.cut(0, sum(rows), sum(rows[: self.comm.rank]), rows[self.comm.rank])
 
 
 def shard_experts(
@@ -148,26 +144,45 @@ class _ZeroExpertGrad(torch.autograd.Function):
 
 
 class _MoEProbe:
-    """Runs tokens through an MoE layer before and after it is sharded: its code may depend on the number of experts, or weight their results."""
+    """Runs tokens through an MoE layer before and after it is sharded: its code may depend on the number of experts, or weight their results.
+
+    Parameters that have no values yet get one number for each expert meanwhile, which tells experts apart; one layer at a time is whole.
+    """
 
     def __init__(self, module: nn.Module, layer: MoELayer, rank: int) -> None:
         self.module, self.layer, self.num_local_experts = module, layer, layer.experts_per_rank[rank]
+        self.first = layer.first_expert(rank)
         param, generator = next(module.parameters()), torch.Generator().manual_seed(0)
         tokens = torch.randn(max(layer.num_experts, 2), layer.hidden_size, generator=generator, dtype=torch.float64).to(param)
         self.expert_ids = torch.arange(len(tokens), device=param.device) % layer.num_experts
+        without_values = {name: p.data for name, p in module.named_parameters() if is_placeholder(p)}
+        self._numbers = torch.rand(layer.num_experts, generator=generator).add_(0.5).div_(layer.hidden_size**0.5).to(param)
+        self._numbered = [name for name in without_values if module.get_parameter(name).shape[0] == layer.num_experts]
+        for name in self._numbered:
+            number = self._numbers.view(-1, *[1] * (without_values[name].dim() - 1))
+            module.get_parameter(name).data = number.expand(without_values[name].shape).contiguous()
+        try:
+            self._run_all(tokens)
+        finally:
+            for name, placeholder in without_values.items():
+                module.get_parameter(name).data = placeholder
+
+    def _run_all(self, tokens: Tensor) -> None:
+        layer = self.layer
         results = self._run(tokens, self.expert_ids.unsqueeze(1), 1.0)
         if layer.routing_weights_input is not None:
             pairs = torch.stack([self.expert_ids, self.expert_ids.roll(1)], 1)
             others = self._run(tokens, pairs[:, 1:], 1.0)
             if not _allclose(self._run(tokens, pairs, 0.5), 0.5 * results + 0.5 * others):
                 raise RequestError(f"ep: {layer.module} does not sum its experts' results by their weights: use dp instead")
-        first = layer.first_expert(rank)
-        self.tokens, self.expected = (t[first : first + self.num_local_experts] for t in (tokens, results))
+        self.tokens, self.expected = (t[self.first : self.first + self.num_local_experts] for t in (tokens, results))
 
     def find_expert_count_attrs(self) -> tuple[str, ...]:
         """The module's int attributes that must hold the number of local experts while the sharded module runs."""
         candidates = [key for key, value in vars(self.module).items() if type(value) is int and value == self.layer.num_experts]
         expert_ids = self.expert_ids[: self.num_local_experts].unsqueeze(1)
+        for param in map(self.module.get_parameter, self._numbered):
+            param.data.copy_(self._numbers[self.first : self.first + len(param)].view(-1, *[1] * (param.dim() - 1)).expand(param.shape))
         for names in dict.fromkeys([*((n,) for n in candidates), tuple(candidates), ()]):
             try:
                 with _override_expert_count(self.module, names, self.num_local_experts):

@@ -1,130 +1,148 @@
-"""A run's state, independent of its parallel layout: unsharded tensors under the model's own names, and their digest."""
+"""A run's state, independent of its parallel layout: whole tensors under the model's own names, and a digest that needs none."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.core.comm import Comm
+from meshwright.core.box import Box
+from meshwright.core.keyed_hash import GOLDEN_GAMMA, splitmix64, to_int64
 from meshwright.execute.apply import AppliedPlan
-from meshwright.execute.data_parallel import ShardedBuffer
-from meshwright.execute.process_groups import process_group
-from meshwright.execute.shard_layout import ShardLayout
+from meshwright.execute.averaged_buffers import average_buffers
+from meshwright.execute.exchange import gather_data
+from meshwright.execute.state_pieces import OPTIMIZER, StatePiece, current_catalog, make_catalog, parameter_pieces, state_pieces, stepped_pieces
+
+_CHUNK = 2**20  # elements that are hashed, or moved, at once
 
 
 def full_state(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter, then every tensor of optimizer state, unsharded, on the CPU, in the model's order. Collective."""
+    """Yield every parameter as NAME, then every tensor of optimizer state as NAME/KEY, whole, on the CPU of every rank. Collective."""
     yield from full_parameters(applied)
-    yield from _from_holders(applied, _stepped_tensors(applied, applied.optimizer_state))
+    for piece_kind, name, tensor in whole_tensors(applied, list(stepped_pieces(applied, applied.optimizer_state, OPTIMIZER))):
+        yield f"{name}/{piece_kind.partition('/')[2]}", tensor
 
 
 def full_parameters(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter, unsharded, on the CPU, in the model's order. Collective."""
-    yield from _from_holders(applied, ((name, _unshard(name, value, applied)) for name, value in _parameter_values(applied)))
+    """Yield every parameter, whole, on the CPU of every rank, in the model's order. Collective."""
+    return ((name, tensor) for _, name, tensor in whole_tensors(applied, list(parameter_pieces(applied))))
 
 
 def full_gradients(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradient of every parameter that the optimizer steps, unsharded, on the CPU; zeros where a rank has none. Collective; to be called
+    """Yield the gradient of every parameter that the optimizer steps, whole, on the CPU; zeros where a rank has none. Collective; to be called
     when gradients are final, such as in a hook before the optimizer's step."""
-    gradients = _stepped_tensors(applied, lambda param: {"grad": param.grad if param.grad is not None else torch.zeros_like(param)})
-    for name, gradient in _from_holders(applied, gradients):
-        yield name.removesuffix("/grad"), gradient
+    gradients = stepped_pieces(applied, lambda param: {"grad": param.grad if param.grad is not None else torch.zeros_like(param)}, "gradient")
+    return ((name, tensor) for _, name, tensor in whole_tensors(applied, list(gradients)))
 
 
-def _from_holders(applied: AppliedPlan, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of this rank's pipeline stages and experts, and those of the other ranks. A name is a parameter's, or begins with it and '/'."""
-    if applied.pipeline is None and applied.expert_parallel is None:
-        yield from tensors
-        return
-    local: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, tensor in tensors:
-        local.setdefault(name.partition("/")[0], []).append((name, tensor))
-    names = list(applied.pipeline.stages_of_param) if applied.pipeline is not None else [n for n, _ in applied.model.named_parameters()]
-    for name in names:
-        comm, holder = _group_and_holder(applied, name)
-        entries: list[Any] = [local.get(name, []) if holder in (None, comm.rank) else None]
-        if holder is not None:
-            dist.broadcast_object_list(entries, group=process_group(comm), group_src=holder)
-        yield from entries[0]
-
-
-def _group_and_holder(applied: AppliedPlan, name: str) -> tuple[Comm, int | None]:
-    """(group, the one pipeline or expert-parallel rank in it that holds a parameter, or None if all of its ranks do)."""
-    if applied.pipeline is not None:
-        return applied.groups.pp, applied.plan.stage_rank(applied.pipeline.stages_of_param[name][0])
-    return applied.groups.ep, applied.expert_parallel.holder_rank(name) if applied.expert_parallel is not None else None
-
-
-def _stepped_tensors(applied: AppliedPlan, tensors_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `tensors_of` gives for the parameters or shards that this rank's optimizer steps, unsharded within its stages, as NAME/KEY."""
-    names = {id(p): name for name, p in applied.model.named_parameters()}
-    if applied.gradient_sync is not None and applied.plan.memory.zero:
-        for name, value in _gather_shards(applied, applied.gradient_sync.buckets, names, tensors_of):
-            yield name, _unshard(name.rpartition("/")[0], value, applied)
-        return
-    for param in applied.optimizer_parameters():
-        for key, value in sorted(tensors_of(param).items()):
-            yield f"{names[id(param)]}/{key}", _unshard(names[id(param)], _as_tensor(value).detach().cpu(), applied)
-
-
-def _parameter_values(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
-    if applied.gradient_sync is not None:
-        return applied.gradient_sync.full_parameters(applied.model)
-    return ((name, param.detach().cpu()) for name, param in applied.model.named_parameters())
-
-
-def _unshard(name: str, shard: Tensor, applied: AppliedPlan) -> Tensor:
-    """Gather the full tensor of a tensor- or expert-parallel shard. A tensor without dims (a step count) is the same on every rank."""
-    for shards in (applied.tensor_parallel, applied.expert_parallel) if shard.dim() else ():
-        shard = shards.unshard(name, shard.to(applied.plan.device)) if shards is not None else shard
-    return shard.cpu()
-
-
-def _gather_shards(
-    applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str], tensors_of: Callable[[nn.Parameter], Mapping[str, Any]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Gather what `tensors_of` gives for ZeRO's flat shards and split it by parameter. All ranks have the same keys."""
-    full_states: dict[str, Tensor] = {}
-    for bucket in buckets:
-        states = [(shard, tensors_of(shard.param)) for shard in bucket.optimizer_shards]
-        for key in sorted({key for _, state in states for key in state}):
-            values = [(shard, _as_tensor(state[key]).detach()) for shard, state in states if key in state]
-            flat = _gather_flat(bucket.slices, [(shard.start, value) for shard, value in values if value.dim()], applied.groups.shard)
-            for shard, value in values:
-                for i in shard.slots:
-                    slot, param = bucket.layout.slots[i], bucket.params[i]
-                    full = flat[slot.offset : slot.offset + slot.numel].view(param.shape) if value.dim() else value
-                    full_states[f"{names[id(param)]}/{key}"] = full.cpu()
-    order = {name: i for i, name in enumerate(names.values())}
-    yield from sorted(full_states.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
-
-
-def _gather_flat(layout: ShardLayout, segments: list[tuple[int, Tensor]], comm: Comm) -> Tensor:
-    """All-gather a flat buffer from every rank's shard; `segments` are (offset in this rank's shard, values). Empty if there are none."""
-    if not segments:
-        return torch.empty(0)
-    shard = segments[0][1].new_zeros(layout.size)
-    for start, values in segments:
-        shard[start : start + values.numel()] = values
-    flat = shard.new_empty(sum(layout.sizes))
-    comm.all_gather(flat, shard, "state", layout.uneven_sizes).wait()
-    return flat
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if torch.is_tensor(value) else torch.tensor(float(value))
+def whole_tensors(applied: AppliedPlan, pieces: Sequence[StatePiece], *, everywhere: bool = True) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (kind, name, tensor) of everything that some rank has a piece of, one after the other in the model's order, whole and on the CPU: on
+    every rank, or on the first alone while the others yield tensors without values. Collective."""
+    catalog, world = make_catalog(applied, pieces), applied.groups.world
+    mine = {(piece.tensor, piece.box): piece for piece in catalog.owned(pieces)}
+    order = {name: index for index, name in enumerate(applied.whole.shapes)}
+    for (kind, name), entries in sorted(catalog.by_tensor().items(), key=lambda item: (order[item[0][1]], item[0][0])):
+        dtype = getattr(torch, entries[0].dtype)
+        whole = torch.empty(entries[0].shape, dtype=dtype, device="cpu" if everywhere or world.rank == 0 else "meta")
+        for entry in entries:
+            values: Tensor | None = None
+            if entry.owner == world.rank:
+                values = mine[f"{entry.kind}/{entry.name}", entry.box].view.contiguous()
+            elif everywhere or world.rank == 0:
+                values = torch.empty(entry.box.size, dtype=dtype, device=applied.plan.device)
+            if everywhere and world.size > 1:
+                assert values is not None
+                values = values.to(applied.plan.device)
+                world.broadcast(values, "state", entry.owner).wait()
+            elif entry.owner != 0 and values is not None:
+                values = values.to(applied.plan.device)
+                peers = [(entry.owner if world.rank == 0 else 0, values)]
+                world.exchange([] if world.rank == 0 else peers, peers if world.rank == 0 else [], "state").wait()
+            if values is not None and whole.device.type != "meta":
+                whole[entry.box.slices()] = values.cpu()
+        yield kind, name, whole
 
 
 def state_digest(applied: AppliedPlan) -> str:
-    """A hash of the final parameters and optimizer state: equal for any layout of the same values. Collective."""
-    digest = hashlib.sha256()
-    for name, tensor in full_state(applied):
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
-        # Through bytes, not numpy, because numpy has no bfloat16.
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return digest.hexdigest()[:32]
+    """A hash of parameters, buffers and optimizer state: equal for any layout of the same values. Each element is hashed with its name and place, and
+    the hashes are added up, so that every rank hashes its own pieces, in bounded memory. Collective."""
+    average_buffers(applied)
+    pieces = state_pieces(applied)
+    owned = current_catalog(applied, pieces).owned(pieces)
+    total = torch.zeros(2, dtype=torch.int64, device=applied.plan.device)
+    for piece in owned:
+        total += hash_piece(piece).to(total.device)
+    applied.groups.world.sync.all_reduce(total, "state/digest").wait()
+    return "".join(f"{value % 2**64:016x}" for value in total.tolist())
+
+
+def replica_differences(applied: AppliedPlan) -> list[str]:
+    """Pieces of which several ranks hold copies that are not the same. Collective."""
+    hashes = {piece.id: hash_piece(piece).tolist() for piece in state_pieces(applied)}
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for mine in gather_data(applied.groups.world, hashes, applied.plan.device, "state/replicas"):
+        for key, value in mine.items():
+            found.setdefault(key, set()).add(tuple(value))
+    return [key for key, values in found.items() if len(values) > 1]
+
+
+@torch.no_grad()
+def hash_piece(piece: StatePiece) -> Tensor:
+    """Two sums of 64 bits over a piece's elements, on its device."""
+    digest = hashlib.blake2b(f"{piece.tensor}{piece.shape}{piece.view.dtype}".encode(), digest_size=8)
+    key = to_int64(int.from_bytes(digest.digest(), "big"))
+    total = torch.zeros(2, dtype=torch.int64, device=piece.view.device)
+    for view, first in _chunks(_as_reals(piece.view), _element_numbers(piece)):
+        total += _hash_elements(view, first, key)
+    return total
+
+
+def _hash_elements(values: Tensor, numbers: Tensor, key: int) -> Tensor:
+    bits = values.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).to(torch.int64)
+    mixed = splitmix64((bits * _BITS_MULTIPLIER).add_(numbers * GOLDEN_GAMMA).add_(key))  # not in place: int64 bits are the tensor itself
+    return torch.stack([mixed.sum(), (mixed * (mixed >> 31)).sum()])
+
+
+_BITS_MULTIPLIER = to_int64(0xD6E8FEB86659FD93)
+
+
+def _as_reals(view: Tensor) -> Tensor:
+    """Complex numbers as pairs in a last dim; a tensor without dims as one of one element."""
+    return torch.view_as_real(view).flatten(-2) if view.is_complex() and view.dim() else torch.view_as_real(view) if view.is_complex() else view
+
+
+def _element_numbers(piece: StatePiece) -> tuple[tuple[int, ...], Box]:
+    """The shape of the whole tensor and the piece's box in it, in the elements that are hashed."""
+    if not piece.view.is_complex():
+        return piece.shape, piece.box
+    if not piece.shape:
+        return (2,), Box((0,), (2,))
+    start, size = piece.box.start, piece.box.size
+    return (*piece.shape[:-1], 2 * piece.shape[-1]), Box((*start[:-1], 2 * start[-1]), (*size[:-1], 2 * size[-1]))
+
+
+def _chunks(view: Tensor, place: tuple[tuple[int, ...], Box]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of a view with the numbers that their elements have in the whole tensor, counted row by row."""
+    shape, box = place
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    yield from _split(view, list(box.start), strides)
+
+
+def _split(view: Tensor, start: list[int], strides: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    if not view.numel():
+        return
+    if view.numel() <= _CHUNK:
+        numbers = torch.zeros((), dtype=torch.int64, device=view.device)
+        for first, size, stride in zip(start, view.shape, strides, strict=True):
+            numbers = numbers.unsqueeze(-1) + torch.arange(first, first + size, device=view.device) * stride
+        yield view, numbers
+        return
+    dim = next(i for i, size in enumerate(view.shape) if size > 1)
+    rows = max(_CHUNK * view.shape[dim] // view.numel(), 1)
+    for row in range(0, view.shape[dim], rows):
+        part = view.narrow(dim, row, min(rows, view.shape[dim] - row))
+        yield from _split(part, [first + (row if i == dim else 0) for i, first in enumerate(start)], strides)

@@ -95,6 +95,11 @@ class BucketReducer:
         """Divide an expert's gradient by the size of `ep` where ranks are averaged: it sums over the tokens of all ranks along `ep`."""
         return grad / self.groups.ep.size if self.reduction().op == "mean" else grad
 
+    def residuals(self, bucket: BucketState, *, create: bool) -> Iterator[tuple[str, Tensor]]:
+        """What compression keeps of one bucket."""
+        views = (lambda: list(bucket.params)) if create else None
+        return ((f"{bucket.name}/{name}", tensor) for name, tensor in self._compressor.residuals(bucket.name, views))
+
     def gather_parameters(self, buckets: Sequence[BucketState]) -> None:
         """After the optimizer's step: all-gather every rank's shard of the parameters (stages 1 and 2)."""
         works = []
@@ -220,8 +225,13 @@ class GradientBuckets:
     def tied_gradient(self, param: nn.Parameter) -> Tensor:
         return full_gradient(param)
 
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return ((name, param.detach().cpu()) for name, param in model.named_parameters())
+    def sharded_parameters(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+        """None: every rank has whole parameters."""
+        return iter(())
+
+    def residuals(self, *, create: bool) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets if not self.zero else ():
+            yield from self._reducer.residuals(bucket, create=create)
 
     def parameter_bytes(self, model: nn.Module) -> int:
         return storage_bytes(list(model.parameters()))

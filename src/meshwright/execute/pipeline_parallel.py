@@ -13,7 +13,6 @@ import copy
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from meshwright.execute.context_parallel import ContextParallelRuntime
 from meshwright.execute.module_hooks import input_leaves, map_input_at, tensor_leaves
 from meshwright.execute.process_groups import ProcessGroups, new_subgroup, process_group
 from meshwright.execute.recompute_runtime import RecomputeCache
+from meshwright.execute.stage_placeholders import SkippedCall, SkippedCallRecorder, lend_parameters, skip_calls
 from meshwright.execute.zero_bubble_runtime import depend_on_inputs
 
 _SCHEDULES: dict[str, Any] = {
@@ -84,11 +84,11 @@ class PipelineRuntime:
         self._meta_context = ContextParallelRuntime(self._meta_model, plan.context, context_comm, RecomputeCache()) if context_comm.size > 1 else None
         self._drop_remote_parameters(optimizer)
         sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
-        self._p2p_device = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
+        self.p2p_device = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
         self._current = -1  # the running stage; -1: none
         self._boundary_values: dict[str, Tensor] = {}  # boundary activations by name
-        self._shape_cache: dict[Hashable, _StageShapes] = {}  # by sample shapes: a schedule's buffers fit one shape only
-        self._shapes = _StageShapes()
+        self._shape_cache: dict[Hashable, StageShapes] = {}  # by sample shapes: a schedule's buffers fit one shape only
+        self._shapes = StageShapes()
         self.tied_groups = [(name, new_subgroup(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.tied_parameters()]
         groups.subgroups.extend(comm for _, comm in self.tied_groups if comm is not None)
 
@@ -99,11 +99,16 @@ class PipelineRuntime:
         that has its shape and no values stays."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         remote = {id(p) for p in self.model.parameters() if not set(self.stages_of_param[names[id(p)]]) & set(self.local_stages)}
+        held = {module: list(module.parameters()) for module in self.model.modules()}
+        placeholders = {id(p): _placeholder(p) for p in self.model.parameters() if id(p) in remote}
         for module in self.model.modules():
             for key, param in list(module._parameters.items()):
                 if param is not None and id(param) in remote:
                     del module._parameters[key]
-                    vars(module)[key] = _placeholder(param)
+                    vars(module)[key] = placeholders[id(param)]
+        for module, parameters in held.items():
+            if parameters and all(id(p) in remote for p in parameters):
+                lend_parameters(module, [placeholders[id(p)] for p in parameters], lambda: self._current >= 0)
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in remote]
 
@@ -118,7 +123,7 @@ class PipelineRuntime:
 
     def attach_hooks(self) -> None:
         """Register the hooks at stage boundaries. After all other hooks on modules, since a skipped module must bypass them."""
-        modules = dict(self.model.named_modules())
+        self._modules = modules = dict(self.model.named_modules(remove_duplicate=False))
         for name in {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}:
             self._skip_module(modules[name], name)
         for index, stage in enumerate(self.plan.stages):
@@ -145,8 +150,7 @@ class PipelineRuntime:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._current < 0 or not self._skips(name):
                 return inner(*args, **kwargs)
-            leaves, spec = self._shapes.skipped_outputs[name]
-            return pytree.tree_unflatten([leaf() if callable(leaf) else leaf for leaf in leaves], spec)
+            return skip_calls(self._shapes.skipped_calls[name], self._modules)
 
         module._compiled_call_impl = call
 
@@ -172,12 +176,12 @@ class PipelineRuntime:
         """Whether the loss is a (sum, count)."""
         return self._shapes.loss_has_count
 
-    def _shapes_for(self, micro_batch: Batch, loss_fn: Loss, autocast: Any, *, training: bool) -> _StageShapes:
+    def _shapes_for(self, micro_batch: Batch, loss_fn: Loss, autocast: Any, *, training: bool) -> StageShapes:
         """The shapes for micro-batches of this shape, inferred when one first comes. Every rank of the pipeline sees the same ones."""
         key = (training, tuple((tuple(t.shape), t.dtype) for t in tensor_leaves(micro_batch)))
         shapes = self._shape_cache.pop(key, None)
         if shapes is None:
-            shapes = self._infer_shapes(loss_fn, micro_batch, autocast)
+            shapes = self.infer_shapes(loss_fn, micro_batch, autocast)
             if training:
                 shapes.schedule = self._build_schedule(shapes)
         self._shape_cache[key] = shapes
@@ -185,21 +189,17 @@ class PipelineRuntime:
             del self._shape_cache[next(iter(self._shape_cache))]
         return shapes
 
-    def _infer_shapes(self, loss_fn: Loss, micro_batch: Batch, autocast: Any) -> _StageShapes:
+    def infer_shapes(self, loss_fn: Loss, micro_batch: Batch, autocast: Any) -> StageShapes:
         """Shapes and dtypes of boundary activations and of skipped modules' outputs, from one forward on fake tensors."""
-        shapes, device = _StageShapes(), self.plan.device
+        shapes, device = StageShapes(), self.plan.device
         modules = dict(self._meta_model.named_modules())
-
-        def record_skipped(name: str, output: Any) -> None:
-            leaves, spec = pytree.tree_flatten(output)
-            zeros = [partial(torch.zeros, tuple(t.shape), dtype=t.dtype, device=device) if torch.is_tensor(t) else t for t in leaves]
-            shapes.skipped_outputs[name] = (zeros, spec)
 
         def record_boundary(activation: BoundaryActivation, tree: Any) -> None:
             shapes.boundary_metas[activation.name] = self._local_meta(activation, _meta_of(_activation_in(tree, activation)))
 
         skipped = {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}
-        handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: record_skipped(n, out)) for n in skipped]
+        recorders = {name: SkippedCallRecorder(name, modules[name], device) for name in skipped}
+        handles = [handle for recorder in recorders.values() for handle in recorder.handles]
         for activation in {a.name: a for stage in self.plan.stages for a in stage.boundary_activations}.values():
             source = modules[activation.source]
             if activation.at_module_input:
@@ -211,22 +211,28 @@ class PipelineRuntime:
         parameters = fake_parameters(self._meta_model, self.plan.memory.precision, device)
         with FakeTensorMode(allow_non_fake_inputs=True), parameters, silence_torch_logging(), assume_unpacked_sequences(), autocast():
             fakes = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device) if torch.is_tensor(t) else t, micro_batch)
-            value = (self._meta_context.wrap_loss(loss_fn) if self._meta_context is not None else loss_fn)(self._meta_model, fakes)
+            try:
+                value = (self._meta_context.wrap_loss(loss_fn) if self._meta_context is not None else loss_fn)(self._meta_model, fakes)
+            except ValueError as error:  # what a model says of its input: norms of a single value, for one
+                raise RequestError(
+                    f"pipeline: this model does not take a batch of one micro-batch's size ({error}): use fewer micro-batches"
+                ) from error
             shapes.loss_has_count = isinstance(value, tuple)
             shapes.loss = _meta_of(value[0] if isinstance(value, tuple) else value)
         for handle in handles:
             handle.remove()
+        shapes.skipped_calls = {name: recorder.calls for name, recorder in recorders.items()}
         return shapes
 
-    def _local_meta(self, activation: BoundaryActivation, full: _TensorMeta) -> _TensorMeta:
+    def _local_meta(self, activation: BoundaryActivation, full: TensorMeta) -> TensorMeta:
         """This rank's shape of a boundary activation, from its full shape."""
         if not activation.logical_dim:
             return full
         local_size, size = self.plan.logical_dim_shards[self.plan.mesh.coordinate(self.groups.rank, "tp")][activation.logical_dim]
         return replace(full, shape=tuple(n // size * local_size if d == activation.dim else n for d, n in enumerate(full.shape)))
 
-    def _build_schedule(self, shapes: _StageShapes) -> _PipelineSchedule:
-        device = torch.device("cuda", torch.cuda.current_device()) if self._p2p_device == "cuda" else torch.device("cpu")
+    def _build_schedule(self, shapes: StageShapes) -> _PipelineSchedule:
+        device = torch.device("cuda", torch.cuda.current_device()) if self.p2p_device == "cuda" else torch.device("cpu")
         # What each stage takes in; after the last one comes the loss.
         specs = [tuple(_meta_tensor(shapes.boundary_metas[a.name]) for a in stage.boundary_activations) for stage in self.plan.stages]
         specs.append((_meta_tensor(shapes.loss),))
@@ -270,7 +276,7 @@ class PipelineRuntime:
         for index in self.local_stages:
             if index and self.plan.stage_rank(index - 1) != rank:
                 metas = [self._shapes.boundary_metas[a.name] for a in self.plan.stages[index].boundary_activations]
-                out = tuple(torch.empty(m.shape, dtype=m.dtype, device=self._p2p_device) for m in metas)
+                out = tuple(torch.empty(m.shape, dtype=m.dtype, device=self.p2p_device) for m in metas)
                 for tensor in out:
                     dist.recv(tensor, group=group, group_src=self.plan.stage_rank(index - 1))
             out = self.forward(index, out, 0)
@@ -281,7 +287,8 @@ class PipelineRuntime:
 
     def forward(self, stage: int, received: tuple[Tensor, ...], index: int) -> Any:
         """Run one micro-batch through one stage; return the loss from the last stage, boundary activations from the others."""
-        self._boundary_values = {a.name: t.to(self.plan.device) for a, t in zip(self.plan.stages[stage].boundary_activations, received, strict=True)}
+        inputs = (_Received.apply(t.to(self.plan.device)) if t.requires_grad else t.to(self.plan.device) for t in received)
+        self._boundary_values = {a.name: t for a, t in zip(self.plan.stages[stage].boundary_activations, inputs, strict=True)}
         self._current = stage
         if self.plan.splits_backward and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
             reason = f"stage {stage} receives no activation that needs a gradient"
@@ -295,10 +302,27 @@ class PipelineRuntime:
             self._current = -1
             self._boundary_values = {}
 
+    def run_stage(self, stage: int, received: tuple[Tensor, ...], shapes: StageShapes, run: Any) -> Any:
+        """One stage of a forward pass whose shapes are known: its boundary activations, or what `run` returns from the last stage."""
+        self._shapes, self._run_stage = shapes, lambda _: run()
+        return self.forward(stage, received, 0)
+
     def _to_send_buffer(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous and on the P2P device. To split backward, torch detaches a stage's outputs in place, which views forbid."""
-        must_clone = self.plan.splits_backward and tensor._is_view()
-        return (tensor.clone(memory_format=torch.contiguous_format) if must_clone else tensor.contiguous()).to(self._p2p_device)
+        must_clone = (self.plan.splits_backward and tensor._is_view()) or not has_standard_strides(tensor)
+        return (tensor.clone(memory_format=torch.contiguous_format) if must_clone else tensor).to(self.p2p_device)
+
+
+class _Received(torch.autograd.Function):
+    """A received activation as the result of an operation, without a copy: it is a leaf, which a layer could not change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 class _StageModule(nn.Module):
@@ -333,7 +357,11 @@ class _RecordedStage(pipelining.PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        has_backward, self.has_backward = self.has_backward, False  # torch 2.11 lets every buffer require grad, which indices cannot
         outputs = super()._prepare_forward_infra(*args, **kwargs)
+        self.has_backward = has_backward
+        for infos in () if self.is_first else self.args_recv_info.values():
+            _require_grad(infos, self._needs_grad[0])
         for infos in self.args_recv_info.values():
             _free_buffers(infos)
         return outputs
@@ -347,6 +375,10 @@ class _RecordedStage(pipelining.PipelineStage):
         _allocate_buffers(self.args_recv_info[fwd_chunk_id], self._input_specs, self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        for info, tensor in zip(self.args_recv_info[mb_index], prev_stage_outputs, strict=True):
+            info.buffer = tensor.detach().requires_grad_(tensor.requires_grad)  # torch 2.11 lets every one require grad
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _free_buffers(self.args_recv_info[fwd_chunk_id])  # torch keeps the stage's inputs until backward
@@ -359,6 +391,10 @@ class _RecordedStage(pipelining.PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        gradients = self.bwd_cache.get(bwd_chunk_id, ())
+        if len(gradients) < len(self._needs_grad[0]):  # torch 2.11 leaves out inputs without gradient when it splits backward
+            found = iter(gradients)
+            self.bwd_cache[bwd_chunk_id] = tuple(next(found, None) if needed else None for needed in self._needs_grad[0])
         _free_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
         return result
 
@@ -386,12 +422,23 @@ class _RecordedStage(pipelining.PipelineStage):
             self._ledger.add(name, "send", 2, op.tensor.nbytes)
 
 
+def has_standard_strides(tensor: Tensor) -> bool:
+    """Whether a tensor's strides are those of a new one, which torch 2.11 asks of what a stage sends. `is_contiguous` disregards dims of size one,
+    so a slice of a single sample is contiguous with the strides of the whole."""
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+
+
 def _allocate_buffers(infos: Any, specs: Sequence[Tensor], device: torch.device) -> None:
     """Give torch's receive infos new buffers. One without a buffer receives nothing. torch 2.11 computes on the buffers themselves, so those that
     require grad must still do so."""
     for info, spec in zip(infos, specs, strict=False):
         if getattr(info, "buffer", None) is not None:
             info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=info.buffer.requires_grad)
+
+
+def _require_grad(infos: Any, needs_grad: Sequence[bool]) -> None:
+    for info, needed in zip(infos, needs_grad, strict=True):
+        info.buffer.requires_grad_(needed)
 
 
 def _free_buffers(infos: Any) -> None:
@@ -424,28 +471,28 @@ def _activation_in(tree: Any, activation: BoundaryActivation) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _TensorMeta:
+class TensorMeta:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
 
 @dataclass
-class _StageShapes:
+class StageShapes:
     """What one sample shape determines: shapes at stage boundaries, and the schedule."""
 
-    skipped_outputs: dict[str, Any] = field(default_factory=dict)  # module → its placeholder outputs, as (leaves, structure)
-    boundary_metas: dict[str, _TensorMeta] = field(default_factory=dict)
-    loss: _TensorMeta = _TensorMeta((), torch.float32, True)
+    skipped_calls: dict[str, tuple[SkippedCall, ...]] = field(default_factory=dict)  # module → its call, after those inside it
+    boundary_metas: dict[str, TensorMeta] = field(default_factory=dict)
+    loss: TensorMeta = TensorMeta((), torch.float32, True)
     loss_has_count: bool = False
     schedule: _PipelineSchedule | None = None  # for training
 
 
-def _meta_of(tensor: Tensor) -> _TensorMeta:
-    return _TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+def _meta_of(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _meta_tensor(meta: _TensorMeta) -> Tensor:
+def _meta_tensor(meta: TensorMeta) -> Tensor:
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta").requires_grad_(meta.requires_grad)
 
 

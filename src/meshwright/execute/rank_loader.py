@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
 from meshwright.execute.batch_share import Share, split_batch
 from meshwright.execute.process_groups import ProcessGroups
+from meshwright.execute.random_state import state_from_text, state_to_text
 from meshwright.execute.session import Session, find_sample_count, sample_count
 
 _LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "generator")
@@ -36,6 +39,12 @@ class RandomStream:
 
     def __init__(self, state: Tensor) -> None:
         self._state, self._is_drawing = state, False
+
+    def get_state(self) -> Tensor:
+        return self._state
+
+    def set_state(self, state: Tensor) -> None:
+        self._state = state
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -95,6 +104,14 @@ def keep_first_batch(loader: Iterable[Batch]) -> Iterable[Batch]:
     return OneShotLoader(loader) if is_one_shot else loader
 
 
+@dataclass
+class _Pass:
+    """A pass over a loader: batches that it has yielded, and the generators' states at its begin."""
+
+    num_yielded: int = 0
+    generators: tuple[str, ...] = ()
+
+
 class RankLoader:
     """Iterates over this rank's shares of the batches of a user's loader; `share` describes the one that was yielded last.
 
@@ -118,6 +135,11 @@ class RankLoader:
         self._stream = stream or RandomStream(torch.Generator().manual_seed(0).get_state())
         self._num_micro_batches = num_micro_batches or plan.micro_batches
         self._has_said_copies, self._num_skipped = False, 0
+        self.passes_done = 0
+        self._pass = _Pass()
+        self._global_state: Tensor | None = None  # torch's generator as the checkpoint had it
+        self._follows_stream = False  # torch's global generator goes on as the one that ranks drew the order from
+        self._next_pass: _Pass | None = None  # to go on with, after a checkpoint was loaded
         self.world_group = _world_group()  # a process may join another one later
         _loaders.add(self)
 
@@ -134,16 +156,64 @@ class RankLoader:
         self._notify()
         num_before = self.num_yielded
         self._num_skipped = 0
+        to_skip = self._begin_pass()
         try:
-            for share, batch in self._shares():
+            for share, batch in self._skipped(self._shares(), to_skip):
                 self.share, self.yielded_at, self.is_open = share, next(_clock), True
                 self.num_yielded += 1
+                self._pass.num_yielded += 1
                 yield pytree.tree_map(lambda t: t.to(self.device, non_blocking=True) if torch.is_tensor(t) else t, batch)
+            self.passes_done, self._pass = self.passes_done + 1, _Pass()
         finally:
             self.is_open = False
         if self.num_yielded == num_before:
             raise self._nothing_error()
         self._notify()
+
+    # -- the position, for checkpoints --
+
+    def state_dict(self) -> dict[str, Any]:
+        """Passes that are over, and how far the current one is: what its generators were when it began, and the batches that it has yielded."""
+        return {"passes": self.passes_done, "yielded": self._pass.num_yielded, "generators": list(self._pass.generators), "ranks": self.plan.world}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes effect where the next pass begins: it goes on with the one that was saved."""
+        self.passes_done = state["passes"]
+        generators = list(state["generators"])
+        self._follows_stream = False
+        if generators and (state["ranks"] == 1) != (self.plan.world == 1):  # one device draws the order from the global generator, ranks from theirs
+            generators[:2] = reversed(generators[:2])
+            self._follows_stream = self.plan.world == 1
+        self._next_pass = _Pass(state["yielded"], tuple(generators)) if state["yielded"] else None
+
+    def _begin_pass(self) -> int:
+        """Note what the pass begins with; returns how many of its batches an earlier run has had."""
+        if self._next_pass is None:
+            self._pass = _Pass(0, tuple(state_to_text(generator.get_state()) for generator in self._generators()))
+            return 0
+        self._pass, self._next_pass = self._next_pass, None
+        self._global_state = torch.get_rng_state()
+        for generator, state in zip(self._generators(), self._pass.generators, strict=True):
+            generator.set_state(state_from_text(state))
+        return self._pass.num_yielded
+
+    def _generators(self) -> list[Any]:
+        """What an order of samples is drawn from: torch's global generator, the stream that ranks share, and generators of the loader's own."""
+        owners = (self._loader, getattr(self._loader, "sampler", None))
+        own = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+        return [torch.default_generator, self._stream, *dict.fromkeys(own)]
+
+    def _skipped(self, shares: Iterator[tuple[Share, Batch]], count: int) -> Iterator[tuple[Share, Batch]]:
+        """Without the first `count` batches; the global generator is then as it was, since the checkpoint has its state."""
+        if not count:
+            yield from shares
+            return
+        before = self._global_state
+        for _ in itertools.islice(shares, count):
+            pass
+        if before is not None and not self._follows_stream:
+            torch.set_rng_state(before)
+        yield from shares
 
     @property
     def raw_loader(self) -> Iterable[Batch]:
@@ -183,7 +253,7 @@ class RankLoader:
     def _shares(self) -> Iterator[tuple[Share, Batch]]:
         loader = self._loader
         if self.plan.world == 1:
-            for batch in loader:
+            for batch in _begin(loader):
                 size = find_sample_count(batch) or self.plan.global_batch
                 yield Share(0, size, size, min_samples=size), batch
         elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
@@ -196,13 +266,13 @@ class RankLoader:
         sampler = _RankBatchSampler(self, loader.batch_sampler)
         options: dict[str, Any] = {option: getattr(loader, option) for option in _LOADER_OPTIONS}
         with self._stream.drawing():  # torch's iterators draw a seed for their workers
-            batches = iter(DataLoader(loader.dataset, batch_sampler=sampler, **options))
+            batches = _begin(DataLoader(loader.dataset, batch_sampler=sampler, **options))
         for batch in batches:
             yield sampler.shares.popleft(), batch
 
     def _split_batches(self, loader: Iterable[Batch]) -> Iterator[tuple[Share, Batch]]:
         """A stream has no indices: every rank reads the global batch and keeps its share."""
-        for batch in loader:
+        for batch in _begin(loader):
             if (share := self.split(sample_count(batch))) is not None:
                 yield share, _take(batch, share)
 
@@ -250,6 +320,19 @@ class _RankBatchSampler:
             if (share := self.loader.split(len(indices))) is not None:
                 self.shares.append(share)
                 yield indices[share.first_sample : share.first_sample + share.num_samples]
+
+
+def _begin(loader: Iterable[Batch]) -> Iterator[Batch]:
+    """Iterate a loader. Its workers are forked from this process: garbage that refers to process groups must be gone before, and a worker's own
+    collections must leave alone what it has inherited, since the threads that would be ended are not in the worker."""
+    if not getattr(loader, "num_workers", 0):
+        return iter(loader)
+    gc.collect()
+    gc.freeze()
+    try:
+        return iter(loader)
+    finally:
+        gc.unfreeze()
 
 
 def _take(batch: Batch, share: Share) -> Batch:
@@ -302,7 +385,8 @@ def current_loader(own: Collection[RankLoader] = ()) -> RankLoader | None:
 
 def latest_loader() -> RankLoader | None:
     """A loader that was prepared, if possible one that was used."""
-    return current_loader() or next((loader for loader in _loaders if loader.world_group is _world_group()), None)
+    current = current_loader()
+    return current if current is not None else next((loader for loader in _loaders if loader.world_group is _world_group()), None)
 
 
 def used_loaders() -> list[RankLoader]:

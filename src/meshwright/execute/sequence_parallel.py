@@ -112,7 +112,7 @@ class GatherFromSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: SequenceShard, cache: RecomputeCache) -> Tensor:
         ctx.shard = shard.snapshot()
-        return cache.run_or_replay(lambda: shard.all_gather(x))
+        return cache.run_or_replay(lambda: shard.all_gather(x)).data  # no view: code may write into it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

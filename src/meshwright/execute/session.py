@@ -23,6 +23,7 @@ from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.batch_share import Share
 from meshwright.execute.counted_loss import LossCounter, without_recorder
 from meshwright.execute.data_parallel import MEAN, SUM, Reduction
+from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.process_groups import ProcessGroups
 
 _MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
@@ -42,13 +43,13 @@ class LossScaler:
     """Dynamic scaling for fp16: halve on overflow, double after a run of good steps."""
 
     def __init__(self, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
-        self.value, self.growth_interval, self._good_steps = init_scale, growth_interval, 0
+        self.value, self.growth_interval, self.good_steps = init_scale, growth_interval, 0
 
     def update(self, finite: bool) -> None:
-        self._good_steps = self._good_steps + 1 if finite else 0
+        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value = max(self.value / 2, 1.0)
-        elif self._good_steps % self.growth_interval == 0:
+        elif self.good_steps % self.growth_interval == 0:
             self.value *= 2
 
 
@@ -58,10 +59,12 @@ class Session:
     def __init__(
         self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *,
         seed: int = 0, clip: float | None = None, groups: ProcessGroups | None = None, planned_loss: Loss | None = None,
+        broadcasts: bool = True, placeholders: Placeholders | None = None,
     ) -> None:  # fmt: skip
-        """`groups` are process groups of the plan's mesh; None: they are made. `planned_loss` is what the plan was made for; None: any loss."""
+        """`groups` are process groups of the plan's mesh; None: they are made. `planned_loss` is what the plan was made for; None: any loss.
+        `broadcasts` and `placeholders` are for `apply`."""
         self.model, self.optimizer, self.seed, self.clip = model, optimizer, seed, clip
-        self.applied: AppliedPlan = apply(plan, model, optimizer, groups)
+        self.applied: AppliedPlan = apply(plan, model, optimizer, groups, broadcasts=broadcasts, placeholders=placeholders)
         self.plan = plan = self.applied.plan
         if self.applied.gradient_sync:
             # `step` weights the loss by samples, so a plain sum is exact.
@@ -70,7 +73,7 @@ class Session:
         self.is_running = False  # within `step` or `validate`
         self.steps_done = 0
         self.autocast = autocast_factory(plan)
-        self._loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
+        self.loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
         self._loss_counter = LossCounter(plan, planned_loss)
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
@@ -142,7 +145,7 @@ class Session:
         with self.autocast():
             value = loss_fn(self.model, samples)
         loss = loss_reducer.add(value, size, global_batch)
-        return loss * self._loss_scaler.value if self._loss_scaler else loss
+        return loss * self.loss_scaler.value if self.loss_scaler else loss
 
     def _finish_step(self, loss_reducer: _LossReducer, global_batch: int) -> StepResult:
         if self.applied.gradient_sync:
@@ -159,15 +162,15 @@ class Session:
 
     def _unscale_and_clip(self, correction: Tensor | None) -> tuple[Tensor | None, bool]:
         """Unscale, weight by true counts and clip in one multiplication; return the norm, and whether fp16 overflowed."""
-        if self.clip is None and self._loss_scaler is None and correction is None:
+        if self.clip is None and self.loss_scaler is None and correction is None:
             return None, False
-        factor: Tensor | float = (correction if correction is not None else 1.0) / (self._loss_scaler.value if self._loss_scaler else 1.0)
+        factor: Tensor | float = (correction if correction is not None else 1.0) / (self.loss_scaler.value if self.loss_scaler else 1.0)
         norm: Tensor | None = None
-        if self.clip is not None or self._loss_scaler is not None:
+        if self.clip is not None or self.loss_scaler is not None:
             norm = self.applied.squared_norm().sqrt() * factor
-            if self._loss_scaler is not None:
+            if self.loss_scaler is not None:
                 finite = bool(torch.isfinite(norm))
-                self._loss_scaler.update(finite)
+                self.loss_scaler.update(finite)
                 if not finite:
                     return norm, True
             if self.clip is not None:

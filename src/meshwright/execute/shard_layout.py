@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshwright.core.comm import Comm
-from meshwright.schedule.buckets import Bucket, shard_sizes
+from meshwright.schedule.buckets import Bucket, Slot, shard_sizes
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ def param_views(flat: Tensor, bucket: Bucket, params: Sequence[Tensor]) -> list[
 
 def make_shard_layout(bucket: Bucket, shard: Comm, state_fractions: Sequence[float]) -> ShardLayout:
     return ShardLayout(shard_sizes(bucket, shard.size, state_fractions), shard.rank)
+
+
+def slot_part(slot: Slot, start: int, size: int) -> tuple[int, int, int]:
+    """Which of a parameter's elements lie in `size` elements of the flat buffer from `start` on: (the first of them, offset in the range, count)."""
+    begin, end = max(slot.offset, start), min(slot.offset + slot.numel, start + size)
+    return begin - slot.offset, begin - start, max(end - begin, 0)
 
 
 def padding_of(bucket: Bucket) -> tuple[slice, ...]:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.core.errors import RequestError
 from meshwright.execute.apply import AppliedPlan
+from meshwright.execute.flat_buffer import norm_parts
 from meshwright.schedule.buckets import ParamReplication, Slot
 
 _owners = WeakIdKeyDictionary()  # a weak reference to the ShardedGradients of a model, by the parameters that a script may hold
@@ -166,14 +167,15 @@ def _owner(param: Tensor) -> ShardedGradients | None:
 
 def _power_sum(pieces: Sequence[tuple[Tensor, int]], norm_type: float, device: str | torch.device = "cpu") -> Tensor:
     """The sum of absolute values to the power of `norm_type`, of which a gradient with n copies counts 1/n; the largest value for infinity."""
-    grads = [grad for grad, _ in pieces if grad.numel()]
+    parts = [(part, copies) for grad, copies in pieces if grad.numel() for part in norm_parts(grad)]
+    grads = [part for part, _ in parts]
     dtype = torch.promote_types(pieces[0][0].dtype if pieces else torch.float32, torch.float32)
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch.stack([n.to(device=grads[0].device, dtype=dtype) for n in torch._foreach_norm(grads, norm_type)])
     if math.isinf(norm_type):
         return norms.max()
-    copies = torch.tensor([n for grad, n in pieces if grad.numel()], dtype=dtype, device=norms.device)
+    copies = torch.tensor([n for _, n in parts], dtype=dtype, device=norms.device)
     return (norms**norm_type / copies).sum()
 
 

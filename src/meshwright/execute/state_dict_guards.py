@@ -18,13 +18,15 @@ def guard_state_dicts(plan: Plan, model: nn.Module, optimizer: Optimizer) -> Non
     zero = [f"zero={plan.memory.zero}"] if plan.memory.zero and data > 1 else []
     if cut or zero == ["zero=3"]:
         text = f"the model's parameters are split over ranks ({', '.join(cut + zero)})"
+        save = f"state_dict: {text}: run.state_dict() gives whole ones on the first rank, or mw.state_dict(applied) after mw.parallelize"
+        load = f"load_state_dict: {text}: run.load_state_dict(state) distributes whole ones, or mw.load_state_dict(applied, state)"
         for module in model.modules():
-            module.register_state_dict_pre_hook(_refusal(f"state_dict: {text}: for a whole one, train with --mesh dp=N or with zero<=2"))
-            module.register_load_state_dict_pre_hook(_refusal(f"load_state_dict: {text}: load before prepare, which distributes what is there"))
+            module.register_state_dict_pre_hook(_refusal(save))
+            module.register_load_state_dict_pre_hook(_refusal(load))
     if cut or zero:
-        text = f"the optimizer's state is split over ranks ({', '.join(cut + zero)})"
-        optimizer.register_state_dict_pre_hook(_refusal(f"state_dict: {text}: for a whole one, train with --mesh dp=N and zero=0"))
-        optimizer.register_load_state_dict_pre_hook(_refusal(f"load_state_dict: {text}: a state can be loaded with --mesh dp=N and zero=0"))
+        text = f"the optimizer's state is split over ranks ({', '.join(cut + zero)}): run.save() and run.resume() save and load it, under any plan"
+        optimizer.register_state_dict_pre_hook(_refusal(f"state_dict: {text}"))
+        optimizer.register_load_state_dict_pre_hook(_refusal(f"load_state_dict: {text}"))
 
 
 def _refusal(text: str) -> Any:

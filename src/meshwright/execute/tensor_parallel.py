@@ -6,6 +6,7 @@ tensor-parallel region reduces that input's gradient in backward; literal sizes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
-from meshwright.core.sized_calls import sized_call
+from meshwright.core.sized_calls import SIZED_FUNCTIONS, sized_call
+from meshwright.core.tensor_layout import TensorLayout
 from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, ShardedDim, SizeRewrite, TensorPolicy
 from meshwright.describe.layers import layer_kind
-from meshwright.execute.autograd_collectives import CopyToTensorParallel, GatherFromTensorParallel, ReduceFromTensorParallel, all_gather_uneven
+from meshwright.execute.autograd_collectives import CopyToTensorParallel, GatherFromTensorParallel, ReduceFromTensorParallel
+from meshwright.execute.compiled_collectives import CompiledSite
 from meshwright.execute.deferred_weight_grad import clear_deferred, copy_to_region_overlapped, defer_weight_grad, deferrable_matmul
 from meshwright.execute.module_hooks import Decorator, TensorFn, add_bias, at_module_input, eager_decorator, replace_parameter, run_forward_in
 from meshwright.execute.process_groups import ProcessGroups
@@ -47,12 +50,10 @@ class _ShardPlacement:
         blocks = full.unflatten(dim, (self.parameter_shard.outer, self.logical_dim.size * inner))
         return blocks.narrow(dim + 1, first * inner, count * inner).flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
 
-    def unshard(self, shard: Tensor) -> Tensor:
-        dim, outer, inner = self.parameter_shard.dim, self.parameter_shard.outer, self.parameter_shard.inner
-        sizes = [count * outer * inner for count in _shard_sizes(self.logical_dim, self.comm)]
-        # Each rank's shard holds `outer` blocks; the full tensor has the blocks of all ranks side by side.
-        blocks = [shard.unflatten(dim, (outer, -1)) for shard in all_gather_uneven(shard, self.comm, dim, sizes)]
-        return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
+    def layout(self, whole: TensorLayout) -> TensorLayout:
+        first, count = self.logical_dim.shard_range(self.comm.rank, self.comm.size)
+        cut = self.parameter_shard
+        return whole.cut(cut.dim, self.logical_dim.size, first, count, cut.outer, cut.inner)
 
 
 def _shard_sizes(logical_dim: ShardedDim, comm: Comm) -> list[int]:
@@ -71,11 +72,11 @@ class TensorParallelShards:
             full = placement.shard(full)
         return full
 
-    def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """The full tensor of a shard. Collective over the tensor-parallel ranks."""
-        for placement in reversed(self.placements.get(name, [])):
-            shard = placement.unshard(shard)
-        return shard
+    def layout(self, name: str, layout: TensorLayout) -> TensorLayout:
+        """Where the shard of a tensor with this layout lies in the whole one."""
+        for placement in self.placements.get(name, ()):
+            layout = placement.layout(layout)
+        return layout
 
 
 def shard_model(model: nn.Module, optimizer: Optimizer, plan: Plan, groups: ProcessGroups, cache: RecomputeCache) -> TensorParallelShards:
@@ -98,11 +99,19 @@ def shard_model(model: nn.Module, optimizer: Optimizer, plan: Plan, groups: Proc
             module.groups = module.groups * module.weight.shape[0] // (module.in_channels if module.transposed else module.out_channels)
     deferred, own_code = _deferred_layers(model, plan), {name for name, m in model.named_modules() if layer_kind(m) not in ("linear", "conv")}
     for axis, policy in plan.tensor_policies:
-        _install_collectives(model, policy, groups.get(axis), deferred, own_code, cache, eager_decorator(plan.compile != "none"))
+        _install_collectives(model, policy, groups.get(axis), deferred, own_code, cache, plan)
     reduced = {site.module for _, policy in plan.tensor_policies for site in policy.reduce_sites}
     for name in (name for name in deferred if name not in reduced):
         defer_weight_grad(model.get_submodule(name))
     return shards
+
+
+def has_compiled_collectives(plan: Plan) -> bool:
+    """Whether collectives are operators in compiled graphs. Those over positions, those of norms and those whose results selective recomputation
+    keeps are not."""
+    policies = [policy for _, policy in plan.tensor_policies]
+    others = any(policy.is_sequence_parallel or policy.norm_sites or policy.sequence_scatter_sites for policy in policies)
+    return plan.compile != "none" and not others and "selective" not in plan.memory.recompute_modes.values()
 
 
 def _deferred_layers(model: nn.Module, plan: Plan) -> list[str]:
@@ -122,31 +131,46 @@ def _unit_of(module: str, plan: Plan) -> str:
 
 def _install_collectives(
     model: nn.Module, policy: TensorPolicy, comm: Comm, deferred_layers: Sequence[str], own_code: Container[str], cache: RecomputeCache,
-    eager: Decorator,
+    plan: Plan,
 ) -> None:  # fmt: skip
-    """Install the collectives of one axis. `own_code` names modules that are not torch's linear and conv layers and run their own code. `eager`
-    keeps collectives out of compiled graphs: a compiler would make a graph for every layer's own name."""
+    """Install the collectives of one axis. `own_code` names modules that are not torch's linear and conv layers and run their own code. Where blocks
+    are compiled, collectives are operators in their graphs or, if they are `eager`, break them."""
     modules = dict(model.named_modules())
+    eager, traced = eager_decorator(plan.compile != "none"), has_compiled_collectives(plan)
     sequences = ShardedSequences(policy, comm)
     sequences.install(modules, policy, eager, cache)
     for site in _one_per_input(policy.copy_sites):
         name, layers = f"tp_input/{site.module}", [modules[name] for name in deferred_layers if name in site.linear_layers]
+        if traced:
+            at_module_input(modules[site.module], site.position, CompiledSite(comm, name).copy_to_region)
+            continue
         shard = sequences.shard(site.sequence_layout, name) if site.sequence_layout else None
         at_module_input(modules[site.module], site.position, _copy_to_region(comm, name, layers, shard, cache), eager)
     for site in _one_per_input(policy.reduce_sites):
         name = f"tp_output/{site.module}"
         shard = sequences.shard(site.sequence_layout, name) if site.sequence_layout else None
         matmul = _matmul_of(modules[site.module], site.module in own_code)
+        if traced:
+            _reduce_output(modules[site.module], matmul, CompiledSite(comm, name).reduce_from_region, lambda function: function)
+            continue
         _reduce_output(modules[site.module], matmul, _reduce_from_region(comm, name, shard, cache), eager)
     logical_dims = {s.name: s for s in policy.sharded_dims}
     for site in _one_per_input(policy.embedding_sites):
-        _shard_embedding(modules[site.module], logical_dims[site.logical_dim], comm, f"embedding/{site.module}", eager, cache)
+        name = f"embedding/{site.module}"
+        reduce = CompiledSite(comm, name).reduce_from_region if traced else _reduce_from_region(comm, name, None, cache)
+        _shard_embedding(modules[site.module], logical_dims[site.logical_dim], comm, reduce, eager, traced)
     for site in _one_per_input(policy.gather_sites):
-        args = (comm, _shard_sizes(logical_dims[site.logical_dim], comm), f"gather/{site.module}", cache)
+        sizes = _shard_sizes(logical_dims[site.logical_dim], comm)
+        if traced:
+            compiled = CompiledSite(comm, f"gather/{site.module}", sizes)
+            modules[site.module].register_forward_hook(lambda _m, _a, out, compiled=compiled: compiled.gather_from_region(out))  # type: ignore[misc]
+            continue
+        args = (comm, sizes, f"gather/{site.module}", cache)
         modules[site.module].register_forward_hook(eager(lambda _m, _a, out, args=args: GatherFromTensorParallel.apply(out, *args)))
     for name in policy.partial_grad_parameters:  # replicated parameters inside a tensor-parallel region: their gradients are partial sums
         module, _, key = name.rpartition(".")
-        replace_parameter(modules[module], key, lambda p, name=name: CopyToTensorParallel.apply(p, comm, f"tp_grad/{name}"))  # type: ignore[misc]
+        copy = CompiledSite(comm, f"tp_grad/{name}").copy_to_region if traced else _copy_to_region(comm, f"tp_grad/{name}", [], None, cache)
+        replace_parameter(modules[module], key, copy)
     rewrite_sizes(modules, policy.size_rewrites, logical_dims, comm)
     for name, logical_dim in {site.module: site.logical_dim for site in policy.norm_sites}.items():
         shard_norm(modules[name], _shard_sizes(logical_dims[logical_dim], comm), NormCollective(comm, f"norm/{name}", cache), eager)
@@ -241,16 +265,19 @@ def _without_bias(layer: nn.Module) -> TensorFn:
     inner = layer.forward
 
     def forward(x: Tensor) -> Tensor:
-        bias, layer._parameters["bias"] = layer._parameters["bias"], None
+        own = vars(layer)  # what comes before the parameter: `replace_parameter` puts a bias with a partial gradient there
+        replaced = {"bias": own["bias"]} if "bias" in own else {}
+        own["bias"] = None
         try:
             return inner(x)
         finally:
-            layer._parameters["bias"] = bias
+            del own["bias"]
+            own.update(replaced)
 
     return forward
 
 
-def _shard_embedding(layer: nn.Module, logical_dim: ShardedDim, comm: Comm, name: str, eager: Decorator, cache: RecomputeCache) -> None:
+def _shard_embedding(layer: nn.Module, logical_dim: ShardedDim, comm: Comm, reduce: TensorFn, eager: Decorator, traced: bool) -> None:
     """Shard an embedding by rows: each rank looks up the rows it holds and adds zeros for the others. A subclass runs its own forward, in which
     lookups of its weight are replaced."""
     first, count = logical_dim.shard_range(comm.rank, comm.size)
@@ -260,10 +287,10 @@ def _shard_embedding(layer: nn.Module, logical_dim: ShardedDim, comm: Comm, name
     def look_up(tokens: Tensor) -> Tensor:
         is_local = (tokens >= first) & (tokens < first + count)
         rows = F.embedding(torch.where(is_local, tokens - first, 0), layer.weight, padding)  # type: ignore[arg-type]
-        return ReduceFromTensorParallel.apply(rows * is_local.unsqueeze(-1).to(rows.dtype), comm, name, cache)
+        return reduce(rows * is_local.unsqueeze(-1).to(rows.dtype))
 
     if type(layer).forward is nn.Embedding.forward and "forward" not in vars(layer):
-        layer.forward = eager(look_up)
+        layer.forward = look_up if traced else eager(look_up)
     else:
         run_forward_in(layer, lambda: _LookupMode(layer, look_up), eager)
 
@@ -286,6 +313,10 @@ class _LookupMode(TorchFunctionMode):
 # -- sizes in the model's code --
 
 
+# The functions that a mode sees, by name: a compiler follows a look-up of the function, and no question for its name.
+_FUNCTION_NAMES: dict[Any, str] = {
+    found: name for name in SIZED_FUNCTIONS for holder in (torch, torch.functional, Tensor) if (found := getattr(holder, name, None)) is not None
+}
 _SizeKey = tuple[str, int, int, int, int]  # function, its number of sizes, which of them, its value, length of the sliced dim (0: no slice)
 
 
@@ -300,12 +331,17 @@ class _SizeRewriteMode(TorchFunctionMode):
         self.functions = {key[0] for key in rewrites}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name, kwargs = _FUNCTION_NAMES.get(func, ""), kwargs or {}
         call = sized_call(name, args, kwargs) if name in self.functions and self.mode_stack[-1] is self else None
-        if call is not None:
+        if call is not None and not _counts_all_elements(name, args, call.sizes):
             lengths = [args[0].shape[d] for d in call.dims] or [0] * len(call.sizes)
             args, kwargs = call.with_sizes([self.rewrites.get((name, len(call.sizes), i, n, lengths[i]), n) for i, n in enumerate(call.sizes)])
         return func(*args, **kwargs)
+
+
+def _counts_all_elements(name: str, args: Any, sizes: Sequence[int]) -> bool:
+    """Whether a view's sizes are already those of its tensor: one of them may by chance be the size that others count a sharded dim by."""
+    return name in ("view", "reshape") and torch.is_tensor(args[0]) and -1 not in sizes and math.prod(sizes) == args[0].numel()
 
 
 def rewrite_sizes(modules: Mapping[str, nn.Module], rewrites: Sequence[SizeRewrite], sharded_dims: Mapping[str, ShardedDim], comm: Comm) -> None:

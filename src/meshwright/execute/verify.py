@@ -33,6 +33,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.core.verification import Comparison, Verification
 from meshwright.execute.apply import AppliedPlan, autocast_factory
+from meshwright.execute.birth import Birth, copy_with_values
 from meshwright.execute.full_state import full_gradients, full_parameters
 from meshwright.execute.process_groups import ProcessGroups, destroy_process_groups, make_process_groups
 from meshwright.execute.session import Session, StepResult, sample_count
@@ -53,21 +54,25 @@ from meshwright.execute.verify_reference import (
 from meshwright.execute.verify_trial import Trial, make_trial, slice_batch
 from meshwright.execute.verify_truncation import CannotTruncateError, Truncation, possible_truncations
 from meshwright.launch.worker_process import describe_fault
+from meshwright.observe.process_memory import trim_heap
 
 _MAX_OVERFLOWS = 24  # steps that fp16 may skip until its loss scale is low enough
 _MAX_RECORDING_RANKS = 16  # ranks whose module outputs are compared: they only help to name a module
 _OutputNorms = list[tuple[str, SampleNorms, int]]  # module, norms, index of the first sample
 
 
-def verify(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss_fn: Loss, *, seed: int = 0) -> Verification:
+def verify(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss_fn: Loss, *,
+    seed: int = 0, birth: Birth | None = None, device: torch.device | None = None,
+) -> Verification:  # fmt: skip
     """Compare a step under `plan` with a step on one device. Collective: every rank calls it before the plan is applied; only rank 0's `batch`
     is used. The model, the optimizer and the random state are left as they are. All ranks return the same; a model that raises an error under
-    the plan has failed."""
+    the plan has failed. A model without values has a `birth`, which gives them to copies on the `device`."""
     if plan.world == 1:
         return Verification("equal")
     start = time.perf_counter()
     with preserve_random_state():
-        found = _Verifier(plan.for_rank(dist.get_rank()), model, optimizer, loss_fn, seed).run(batch)
+        found = _Verifier(plan.for_rank(dist.get_rank()), model, optimizer, loss_fn, seed, birth, device).run(batch)
     _free_memory()
     return replace(found, seconds=time.perf_counter() - start)
 
@@ -83,10 +88,14 @@ class _Failure:
 class _Verifier:
     """One rank's part of verifying one plan."""
 
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Loss, seed: int) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Loss, seed: int,
+        birth: Birth | None, device: torch.device | None,
+    ) -> None:  # fmt: skip
         self.plan, self.model, self.optimizer, self.loss_fn, self.seed = plan, model, optimizer, loss_fn, seed
         self.rank = dist.get_rank()
-        self.device = next(iter([*model.parameters(), *model.buffers()])).device
+        self.device = device or next(iter([*model.parameters(), *model.buffers()])).device
+        self.birth, self.unborn = birth, (model, optimizer)
         self.classes = {name: type(m).__name__ for name, m in model.named_modules()}
         self.truncation = Truncation()
         self.plain_device = self.device  # on which rank 0 runs the plain model
@@ -94,10 +103,11 @@ class _Verifier:
     def run(self, batch: Batch) -> Verification:
         """Verify with the whole model or, where its copies do not fit, with fewer blocks."""
         reasons: list[str] = []
-        for truncation in possible_truncations(self.plan, self.model):
+        for truncation in possible_truncations(self.plan, self.unborn[0]):
             self.truncation = truncation
             try:
-                self.plain_device = place_reference(self.plan, self.model, truncation)
+                self.model, self.optimizer = self.unborn
+                self.plain_device = place_reference(self.plan, self.model, truncation, self.device, copies=1 if self.birth is None else 2)
                 found = self._verify(batch)
             except TooLargeError as error:  # on every rank: they have agreed
                 reasons.append(str(error))
@@ -139,6 +149,8 @@ class _Verifier:
         """(the trial and the reference, on rank 0; why this rank cannot verify)."""
         trial = reference = None
         try:
+            if self.birth is not None:
+                self.model, self.optimizer = copy_with_values(*self.unborn, self.birth, self.device, self.truncation.keeps)
             copy_model(self.model, self.optimizer, truncation=self.truncation)  # raises where a copy cannot be made, before any rank waits
             if self.rank == 0:
                 trial = made = make_trial(self.truncation.apply_to(self.plan), batch)
@@ -300,5 +312,6 @@ def _move(batch: Batch, device: torch.device) -> Batch:
 def _free_memory() -> None:
     for _ in range(2):  # hooks and modules refer to each other, and an autograd graph that the first pass frees hides others from it
         gc.collect()
+    trim_heap()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

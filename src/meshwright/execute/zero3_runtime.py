@@ -26,6 +26,7 @@ from meshwright.execute.data_parallel import Reduction, check_shardable, full_gr
 from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
 from meshwright.execute.memory_runtime import low_precision_dtype, storage_bytes
 from meshwright.execute.process_groups import ProcessGroups
+from meshwright.execute.shard_layout import slot_part
 from meshwright.execute.sharded_unit import ROOT, ShardedUnit, link_units, make_units
 from meshwright.execute.unit_hooks import ReduceScatterQueue, UnitHooks
 from meshwright.execute.unreached_parameters import UnreachedParts
@@ -94,17 +95,15 @@ class FullyShardedUnits:
         (shard,) = self._unit_of[id(param)][1].optimizer_shards
         return full_gradient(shard.param)
 
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's values on the CPU, all-gathered one buffer at a time."""
-        gathered: dict[int, Tensor] = {}
-        for name, param in model.named_parameters():
-            if id(param) not in self._unit_of:
-                yield name, param.detach().cpu()
-                continue
-            if id(param) not in gathered:
-                unit, flat = self._unit_of[id(param)]
-                gathered |= flat.gather_full(self.groups.shard, unit.name)
-            yield name, gathered.pop(id(param))
+    def sharded_parameters(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+        for flat in self._flat_buffers:
+            for param, slot in zip(flat.params, flat.layout.slots, strict=True):
+                first, offset, count = slot_part(slot, flat.slices.start, flat.slices.size)
+                yield param, first, flat.local_shard[offset : offset + count]
+
+    def residuals(self, *, create: bool) -> Iterator[tuple[str, Tensor]]:
+        """None: reduce-scattered gradients are not compressed with error feedback."""
+        return iter(())
 
     def parameter_bytes(self, model: nn.Module) -> int:
         sharded = sum(flat.local_shard.nbytes for flat in self._flat_buffers)

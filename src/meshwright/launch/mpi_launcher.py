@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +32,7 @@ _KILLED_RANK = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited o
 _FAILED_RANK = re.compile(r"Process name: \[.*,(\d+)\] Exit code: (\d+)")
 _LATE_RANK = re.compile(r"meshwright: ranks? (\d+).* did not arrive at .*")  # the watchdog's line, see comm/mpi/watchdog.py
 _PR_SET_PDEATHSIG = 1
+_SAVE_GRACE_S = 300.0  # for a save, after the first signal; a second one ends it
 _STOP_GRACE_S = 5.0  # how long mpirun may take to end its ranks before it is killed
 # Variables of schedulers and of Open MPI from which mpirun takes a list of several nodes.
 _HOST_LIST_VARS = (
@@ -112,29 +114,45 @@ def supervise(command: list[str], environ: Mapping[str, str], stderr: TextIO) ->
     assert process.stderr is not None
     lines: list[str] = []  # that say which rank failed
     try:
-        for line in strip_exit_banners(process.stderr, lines):
-            stderr.write(line)
-            stderr.flush()
-            if _LATE_RANK.match(line):
-                lines.append(line)
+        _show_lines(process.stderr, stderr, lines)
         return MpirunExit(process.wait(), find_fault(lines, process.wait()))
     except KeyboardInterrupt as stop:
-        _stop(process, at_once=getattr(stop, "at_once", False))
+        if not getattr(stop, "at_once", False):
+            _let_ranks_save(process, stderr)
         raise
-    finally:
-        process.stderr.close()
-
-
-def _stop(process: subprocess.Popen[str], *, at_once: bool) -> None:
-    """End mpirun and its ranks: SIGTERM, a wait that another Ctrl-C ends, then SIGKILL."""
-    try:
-        if not at_once:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_GRACE_S)
     finally:
         process.kill()
         process.wait()
+        process.stderr.close()
+
+
+def _show_lines(source: Iterable[str], stderr: TextIO, lines: list[str]) -> None:
+    for line in strip_exit_banners(source, lines):
+        stderr.write(line)
+        stderr.flush()
+        if _LATE_RANK.match(line):
+            lines.append(line)
+
+
+def _let_ranks_save(process: subprocess.Popen[str], stderr: TextIO) -> None:
+    """Tell the ranks to stop, and wait until they have. mpirun passes SIGUSR1 on to them; SIGTERM would make it kill them within a second."""
+    assert process.stderr is not None
+    process.send_signal(signal.SIGUSR1)
+    limit = threading.Timer(_SAVE_GRACE_S, _stop, [process])
+    limit.start()
+    try:
+        _show_lines(process.stderr, stderr, [])
+        process.wait()
+    finally:
+        limit.cancel()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End mpirun and its ranks: SIGTERM, a wait, then SIGKILL."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_GRACE_S)
+    process.kill()
 
 
 def find_fault(lines: list[str], code: int) -> Fault | None:

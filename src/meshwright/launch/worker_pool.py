@@ -71,10 +71,13 @@ class WorkerPool:
     def pids(self) -> list[int]:
         return [w.pid for w in self._workers]
 
-    def call(self, target: str, kwargs: Mapping[str, Any], *, world: int | None = None, timeout_s: float | None = None) -> list[Any]:
+    def call(
+        self, target: str, kwargs: Mapping[str, Any], *, world: int | None = None, timeout_s: float | None = None, stop_grace_s: float = 0.0
+    ) -> list[Any]:  # fmt: skip
         """Run `target(rank=…, world=…, init_method=…, **kwargs)` on the first `world` workers; returns results in rank order.
 
-        RankFailure gives the root cause; after it, the pool can only be closed.
+        RankFailure gives the root cause; after it, the pool can only be closed. With `stop_grace_s`, an interrupt of this process asks the workers to
+        end by SIGTERM, and their results are waited for; a second interrupt is raised.
         """
         workers = self._workers[:world]
         self._call_count += 1
@@ -86,7 +89,13 @@ class WorkerPool:
         faults: list[Fault] = []
         deadline = time.monotonic() + timeout_s if timeout_s else None
         while len(results) < len(workers):
-            self._poll([w for w in workers if w.rank not in results and w.alive], results, faults)
+            try:
+                self._poll([w for w in workers if w.rank not in results and w.alive], results, faults)
+            except KeyboardInterrupt as stop:
+                if not stop_grace_s or getattr(stop, "at_once", False):
+                    raise
+                self._signal_alive(signal.SIGTERM)
+                deadline, stop_grace_s = time.monotonic() + stop_grace_s, 0.0
             if faults:
                 raise RankFailure(self._root_cause(workers, results, faults))
             if deadline and time.monotonic() > deadline:

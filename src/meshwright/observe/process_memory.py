@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import re
 import sys
 from pathlib import Path
 
 _PROC_STATUS = Path("/proc/self/status")
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resident_bytes() -> int:
@@ -30,6 +34,25 @@ def reset_peak_resident() -> bool:
     except OSError:
         return False
     return True
+
+
+def available_memory() -> int:
+    """Bytes that this host can give without swapping, as the kernel estimates them, and its control group allows."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
+    return max(free, 0)
+
+
+def trim_heap() -> None:
+    """Give memory that is free within this process back to the kernel, where the C library can: glibc keeps what large tensors have left."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _from_status(key: str) -> int | None:

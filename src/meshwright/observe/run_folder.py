@@ -180,7 +180,7 @@ def collect_faults(events: list[Event], result: Mapping[str, Any] | None) -> lis
 def _all_steps_done(result: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
     """Whether the result is of a run that completed all its steps; True if the number of steps is unknown."""
     losses, steps = result.get("losses"), job.get("steps")
-    return not isinstance(losses, list) or not isinstance(steps, int) or len(losses) >= steps
+    return not isinstance(losses, list) or not isinstance(steps, int) or _int_or_default(result.get("first_step"), 0) + len(losses) >= steps
 
 
 def _parse_fault(data: Mapping[str, Any], event_time: float, rank: int) -> Fault:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.event import Event
@@ -89,7 +91,35 @@ def describe_event(event: Event) -> str:
     data = event.data
     if event.kind == "fault":
         return f"{data.get('kind', '')}: {data.get('message', '')}".strip(": ").partition("\n")[0]
+    if event.kind in _WORDINGS and (text := _WORDINGS[event.kind](event.step, data)):
+        return text
     return ", ".join(_format_item(key, value) for key, value in data.items())
+
+
+def _describe_checkpoint(step: int, data: Mapping[str, Any]) -> str:
+    if data.get("error"):
+        return str(data["error"])
+    numbers = [data.get(key) for key in ("bytes", "seconds", "stalled_s")]
+    if not all(isinstance(number, (int, float)) for number in numbers):
+        return ""
+    size, seconds, stalled = numbers
+    return f"step {step} saved: {format_bytes(size)} in {format_seconds(seconds)}, training waited {format_seconds(stalled)}"
+
+
+def _describe_birth(_: int, data: Mapping[str, Any]) -> str:
+    return "each rank makes its own pieces" if data.get("sharded") else f"every rank builds the whole model: {data.get('reason', '')}"
+
+
+def _describe_resumed(step: int, data: Mapping[str, Any]) -> str:
+    return f"from step {step}, saved by {data.get('world', '?')} ranks" + "".join(f"; {line}" for line in data.get("problems") or ())
+
+
+_WORDINGS: dict[str, Callable[[int, Mapping[str, Any]], str]] = {
+    "saving": lambda step, _: f"step {step} is being written",
+    "checkpoint": _describe_checkpoint,
+    "born": _describe_birth,
+    "resumed": _describe_resumed,
+}
 
 
 def describe_devices(cluster: Cluster, num_used: int | None = None) -> str:

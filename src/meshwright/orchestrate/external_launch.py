@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from meshwright.observe import Recorder, RunFolder, check_run_dir
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.mpirun import announce_run_folder, last_step
-from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run, require_fit
+from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run, require_fit, say_stopped
 from meshwright.orchestrate.plan_verification import choose_verified
 from meshwright.orchestrate.planning_wait import announce_plan, await_plan, waiting_lines
 from meshwright.orchestrate.rank_entrypoints import make_rank_check, train_rank
@@ -77,6 +78,10 @@ def train_on_launched_ranks(
         message = [error]
     folder = RunFolder(Path(_from_rank_zero(message, launched)))
     rank_results = _train(folder, launched, console, config.log_interval)
+    if (stopped := rank_results[0]["stopped"]) is not None:
+        if prepared is not None:
+            say_stopped(folder, stopped, log_progress)
+        raise SystemExit(128 + (signal.SIGINT if stopped["signal"] == signal.SIGINT else signal.SIGTERM))
     if prepared is None:
         return None
     result = finish_run(folder, prepared, rank_results, orchestrator.phases)

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.sample_coupling import batch_parts
 from meshwright.core.spatial_policy import parse_grid
-from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.config import RunConfig, check_keys
+from meshwright.orchestrate.tutorial_config import first_error
 from meshwright.plan import Constraints
 
 
@@ -62,7 +65,7 @@ KNOBS = (
 # The settings that apply to a user's own script: where to run it and how to plan it. The script itself decides the rest.
 _LAUNCH_KEYS = {"plan", "nproc", "devices", "backend", "run_dir", "name"}
 _PLAN_KEYS = {knob.key for knob in KNOBS} - _LAUNCH_KEYS
-_OTHER_KEYS = {"verify"}  # obeyed by `prepare`, whether it plans or is given a plan
+_OTHER_KEYS = {"verify", "precision"}  # obeyed by `prepare`, whether it plans or is given a plan
 CONSTRAINTS_VARIABLE = "MESHWRIGHT_CONSTRAINTS"  # environment variable that hands the constraints to a script's ranks
 
 
@@ -102,6 +105,12 @@ def script_environment(config: RunConfig) -> dict[str, str]:
     return {"MESHWRIGHT_PLAN": config.plan, **({CONSTRAINTS_VARIABLE: json.dumps(handed_on)} if handed_on else {})}
 
 
-def config_from_environment(environ: Mapping[str, str]) -> RunConfig:
-    """The configuration that `meshwright train` handed to a script's rank through `script_environment`."""
-    return RunConfig(**json.loads(environ.get(CONSTRAINTS_VARIABLE, "{}")))
+def script_config(environ: Mapping[str, str], constraints: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a script's plan: what the script itself fixes, and then what the command that started it does."""
+    known = sorted((_PLAN_KEYS | {"backend", "precision", "verify"}) - {"nproc"})
+    check_keys(dict(constraints), "prepare", known)
+    handed_on = json.loads(environ.get(CONSTRAINTS_VARIABLE, "{}"))
+    try:
+        return RunConfig(**{**constraints, **handed_on})
+    except ValidationError as error:
+        raise RequestError(f"prepare: {first_error(error)[1]}") from None

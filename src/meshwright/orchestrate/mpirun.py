@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from meshwright.orchestrate.knobs import script_environment
 from meshwright.orchestrate.orchestrator import Orchestrator
 
 LAUNCHERS = ("local", "mpi")
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that was told to stop
 
 
 def needs_mpirun(launcher: str | None, backend: str | None, is_launched: bool) -> bool:
@@ -77,6 +79,8 @@ def last_step(run: RunFolder) -> int:
 def _record_end(run: RunFolder | None, ended: MpirunExit) -> int:
     """Record a failure that no rank has recorded; returns the exit code, or raises RankFailure."""
     fault = ended.fault
+    if run is not None and ended.code in _STOPPED and run.status().state == "stopped":
+        return ended.code  # a rank was told to stop, and all have saved
     if run is not None and ended.code:
         if fault is not None and all(known.secondary for known in run.faults()):
             with Recorder(run.path, max(fault.rank, 0)) as recorder:
@@ -86,7 +90,8 @@ def _record_end(run: RunFolder | None, ended: MpirunExit) -> int:
 
 
 def _record_stop(run: RunFolder | None, stop: KeyboardInterrupt) -> None:
-    if run is None:
+    """Record a stop that no rank has recorded: they do if they have saved."""
+    if run is None or run.status().state == "stopped":
         return
     with Recorder(run.path, 0) as recorder:
         recorder.event("stop", reason=str(stop) or "interrupted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import statistics
 import threading
 from collections import Counter
@@ -18,7 +19,7 @@ from rich.console import Console
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.dataflow import Dataflow
-from meshwright.core.errors import RequestError
+from meshwright.core.errors import RequestError, RunStopped
 from meshwright.core.estimate import Estimate
 from meshwright.core.heterogeneous import with_measured_names
 from meshwright.core.mesh import Mesh
@@ -42,10 +43,12 @@ from meshwright.launch import ForkServer, RankFailure, WorkerPool
 from meshwright.observe import Recorder, RunFolder, create_run_folder, follow, follow_step_lines, write_report
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.backend_selection import add_measured_routes, select_routes
+from meshwright.orchestrate.checkpoint_interval import parse_interval
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
+from meshwright.orchestrate.resume import MODEL_FOLDER, check_resumable, checkpoints_of
 from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
 from meshwright.plan import (
@@ -61,6 +64,7 @@ from meshwright.plan import (
 from meshwright.schedule import plan_ledgers
 
 ProgressCallback = Callable[[str], None]
+_STOP_GRACE_S = 300.0  # for a save, after the first signal; a second one ends it
 _MIN_STEPS_TO_LEARN = 3  # timed steps, after the warm-up, below which a run does not correct the calibration
 
 
@@ -93,6 +97,7 @@ class Orchestrator:
         self.launches_ranks = True  # False: ranks run already, so the plan cannot choose their devices
         self._uncorrected_calibration: Calibration | None = None  # as probed, without the corrections from earlier runs
         self.phases = PhaseClock(process_start())
+        parse_interval(config.checkpoint_every)
         self.cluster = self._discover()
         self.phases.mark("import")
 
@@ -288,6 +293,9 @@ class Orchestrator:
         folder = create_run(prepared)
         fork_server = self.fork_server(prepared.plan.threads or None)
         ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, LiveMonitor(folder, console, self.config.log_interval))
+        if ranks[0]["stopped"] is not None:
+            say_stopped(folder, ranks[0]["stopped"], self.log_progress)
+            raise RunStopped(ranks[0]["stopped"]["signal"])
         result = finish_run(folder, prepared, ranks, self.phases)
         self.learn_from_run(prepared, result, len(ranks[0]["times"]))
         return result
@@ -323,7 +331,7 @@ def _call_ranks(
     target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
     try:
         with WorkerPool(fork_server, world, logs=logs) as workers, monitor:
-            return workers.call(target, {"folder": str(folder.path.resolve()), **kwargs})
+            return workers.call(target, {"folder": str(folder.path.resolve()), **kwargs}, stop_grace_s=_STOP_GRACE_S)
     except RankFailure as failure:
         with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
             with Recorder(folder.path, max(failure.fault.rank, 0)) as recorder:
@@ -339,6 +347,16 @@ def _call_ranks(
         raise
 
 
+def say_stopped(folder: RunFolder, stopped: Mapping[str, Any], log_progress: ProgressCallback) -> None:
+    """Record that a run was told to stop, and say how it goes on."""
+    with contextlib.suppress(RequestError):
+        with Recorder(folder.path, 0) as recorder:
+            recorder.event("stop", stopped["step"], reason=f"stopped by {signal.Signals(stopped['signal']).name}")
+        write_report(folder)
+    if stopped["step"] >= 0:
+        log_progress(f"stopped after step {stopped['step']}; to go on: meshwright train --resume {folder.path}")
+
+
 def require_fit(prepared: PreparedRun) -> None:
     if not prepared.estimate.fits:
         raise RequestError(prepared.why.replace("\n", " "))
@@ -347,12 +365,25 @@ def require_fit(prepared: PreparedRun) -> None:
 def create_run(prepared: PreparedRun) -> RunFolder:
     """A new run folder with the run's inputs. Raises RequestError if the plan does not fit in memory."""
     require_fit(prepared)
-    folder = create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prepared.task.name)
+    prefix = Path(prepared.task.name.removeprefix("hf:")).name
+    folder = _folder_to_go_on_in(prepared) or create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prefix)
     try:
         write_run_inputs(folder.path, prepared)
     except OSError as error:
         raise RequestError(f"cannot write {folder.path}: {error.strerror}; free some space, or choose another folder with --run-dir") from None
     return folder
+
+
+def _folder_to_go_on_in(prepared: PreparedRun) -> RunFolder | None:
+    """The folder of the run that goes on; None for a new run, and for one that goes on from a named checkpoint of another."""
+    if prepared.config.resume is None:
+        return None
+    check_resumable(prepared.config, prepared.plan)
+    root, step = checkpoints_of(Path(prepared.config.resume))
+    folder = RunFolder(root.parent)
+    if folder.status().state == "running":
+        raise RequestError(f"--resume {prepared.config.resume}: the run is still running: stop it first")
+    return folder if step is None else None
 
 
 def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
@@ -362,7 +393,7 @@ def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
     prepared.plan.save(path / "plan.json")
     write_json(path / "cluster.json", prepared.cluster)
     clip = prepared.config.clip > 0 or prepared.plan.memory.precision == "fp16"  # fp16 checks the gradient norm for overflow
-    write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=clip))
+    write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=clip, broadcasts=False))
     why = f"{prepared.why}\n{prepared.learning_rate}"
     write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": why, "ranking": ranking_rows(prepared.ranking)})
 
@@ -392,10 +423,14 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
     step, p95 = median_step(first["times"])  # None if too few steps were timed: JSON has no NaN
     predicted, plan, task = prepared.estimate, prepared.plan, prepared.task
     samples = plan.global_batch / step if step else None
+    earlier = _earlier_losses(folder, first["first_step"])
     result = {
         "run": str(folder.path),
         "plan": to_data(plan),
-        "losses": first["losses"],
+        "losses": [*earlier, *first["losses"]],
+        "first_step": first["first_step"] - len(earlier),  # of the losses
+        "checkpoint": first["checkpoint"],
+        "model": str(folder.path / MODEL_FOLDER) if prepared.config.export and (folder.path / MODEL_FOLDER).is_dir() else None,
         "validation": first["validation"],
         "predicted": {"step_s": predicted.step_s, "memory_bytes": list(predicted.memory_bytes)},
         "measured": {
@@ -420,6 +455,12 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         result["unwritten"] = f"the training finished, but its result could not be written to {folder.path}: {getattr(error, 'strerror', error)}"
     result["report"] = str(folder.path / "report.html")
     return result
+
+
+def _earlier_losses(folder: RunFolder, first_step: int) -> list[float]:
+    """Losses of the steps before `first_step`, where the folder has them all: of a run that went on."""
+    losses = {r["step"]: r["loss"] for r in folder.metrics() if "loss" in r and r["step"] < first_step} if first_step else {}
+    return [losses[step] for step in range(first_step)] if len(losses) == first_step else []
 
 
 def median_step(times: list[float]) -> tuple[float | None, float | None]:

@@ -15,6 +15,7 @@ from meshwright.core.quantities import show_seconds
 from meshwright.core.sample_coupling import describe_inexactness
 from meshwright.core.task import Batch, Loss
 from meshwright.core.verification import Verification
+from meshwright.execute.birth import Birth
 from meshwright.execute.verify import verify
 from meshwright.execute.verify_cache import describe_inputs, fingerprint, load_verification, save_verification
 from meshwright.execute.verify_reference import first_line, preserve_random_state
@@ -68,9 +69,10 @@ def describe_verification(plan: Plan, found: Verification) -> str:
 
 def make_collective_check(
     model: nn.Module, optimizer: torch.optim.Optimizer, get_batch: Callable[[], Batch], loss_fn: Loss, seed: int,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] = os.environ, *, birth: Birth | None = None, device: torch.device | None = None,
 ) -> Check:  # fmt: skip
-    """A check that all ranks call together, before a plan is applied. Only rank 0 calls `get_batch`, and only it reads and writes the cache."""
+    """A check that all ranks call together, before a plan is applied. Only rank 0 calls `get_batch`, and only it reads and writes the cache. `birth`
+    and `device` are for a model without values."""
 
     def check(plan: Plan) -> Verification:
         if plan.world == 1:
@@ -88,7 +90,7 @@ def make_collective_check(
         dist.broadcast_object_list(message, src=0)
         if message[0] is not None:
             return message[0]
-        found = verify(plan, model, optimizer, batch, loss_fn, seed=seed)
+        found = verify(plan, model, optimizer, batch, loss_fn, seed=seed, birth=birth, device=device)
         if key:
             save_verification(environ, key, found)
         return found

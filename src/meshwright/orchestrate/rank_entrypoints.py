@@ -7,7 +7,6 @@ import os
 import runpy
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,27 +24,35 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.event import Fault
 from meshwright.core.phases import PhaseClock
 from meshwright.core.plan import Plan
-from meshwright.core.rank_devices import device_index
 from meshwright.core.serialization import from_data, read_json
 from meshwright.core.task import Task
 from meshwright.core.verification import Verification
 from meshwright.describe.collective_probe import measure_in_turns
 from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
 from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal
+from meshwright.execute.birth import Birth, check_replicas
 from meshwright.execute.full_state import state_digest
+from meshwright.execute.placeholders import Placeholders
+from meshwright.execute.rank_device import setup_device
 from meshwright.execute.session import Session
+from meshwright.execute.session_state import restore_session
 from meshwright.execute.step_profiler import profile_step
 from meshwright.execute.verify import verify
+from meshwright.execute.weights import LoadedWeights, export_weights, load_weights
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak_resident, resident_bytes
+from meshwright.orchestrate.births import born_in_pieces, build_whole, describe_birth
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import load_dataset, load_task
 from meshwright.orchestrate.lr_schedule import learning_rate
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
+from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names, weights_folder
+from meshwright.orchestrate.run_checkpoints import RunCheckpoints
 from meshwright.orchestrate.step_log import StepLog, StepRecord
 from meshwright.schedule import LedgerLine, ledger_differences
 
+_MakeBatches = Callable[[], Iterator[dict[str, torch.Tensor]]]
 _WARMUP_STEPS = 3  # the first steps allocate, fault pages in and compile: not part of the measured step time
 _PROFILED_STEP = 5
 _METRICS_INTERVAL_S = 0.5
@@ -55,7 +62,7 @@ def probe_rank(
     rank: int, world: int, init_method: str, device: str, backend: str, threads: int, quick: bool, rank_devices: Sequence[str] = ()
 ) -> tuple[list[Rates], Mapping[str, float]]:
     """Run one rank of a probe; returns the rates of the slowest rank, for each kind of device or speed group, and host copy rates (rank 0)."""
-    torch_device = _setup_device(rank_devices[rank] if rank_devices else device if device == "cpu" else f"{device}:{rank}", threads)
+    torch_device = setup_device(rank_devices[rank] if rank_devices else device if device == "cpu" else f"{device}:{rank}", threads)
     kind = torch_device.type
     join_process_group(Rendezvous(rank, world, init_method, backend, kind, rank))
     comm = TorchComm(torch.distributed.group.WORLD, Ledger()) if world > 1 else NullComm()  # type: ignore[arg-type]
@@ -95,19 +102,6 @@ def _make_pair_comm(world: int) -> TorchComm | None:
     return TorchComm(group, Ledger())
 
 
-def _setup_device(device_name: str, threads: int) -> torch.device:
-    """Select and configure the device that a name such as 'cuda:0' or 'cpu' means."""
-    if device_name != "cpu":
-        torch.cuda.set_device(device_index(device_name))
-        torch.set_float32_matmul_precision("high")
-        return torch.device(device_name)
-    if threads:
-        torch.set_num_threads(threads)
-    # On a CPU without bf16 support torch falls back and warns, with a page of C++ frames from every rank.
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    return torch.device("cpu")
-
-
 def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank: int | None = None) -> dict[str, Any]:
     """Train as one rank of the run that its folder describes; returns what it measured."""
     home = Path(folder)
@@ -120,7 +114,7 @@ def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank:
     local = local_rank if local_rank is not None else plan.device_order[rank] if plan.device_order else rank
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
     with Recorder(home, rank, sinks) as recorder:
-        device = _setup_device(plan.device_of(rank, local), plan.threads)
+        device = setup_device(plan.device_of(rank, local), plan.threads)
         recorder.event("start", pid=os.getpid(), device=str(device), world=world)
         if not joined:
             join_process_group(Rendezvous(rank, world, init_method, plan.backend, device.type, local, plan.sync.timeout_s))
@@ -141,69 +135,123 @@ class _TrainingLoop:
     def __init__(self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int) -> None:
         self.job, self.plan, self.estimate, self.recorder, self.device, self.rank = job, plan, estimate, recorder, device, rank
         self.task = load_task(job)
+        self.phases = PhaseClock()
+        self.first_step = 0  # of this process: a run that goes on begins later
         self.losses: list[float] = []
         self.times: list[float] = []
         self.validations: list[dict[str, float]] = []
         self.nonfinite_loss: NonFiniteLossError | None = None
+        self.birth: Birth | None = None  # None: the model is built whole
         interval_steps = 1 if device.type == "cpu" else max(1, round(_METRICS_INTERVAL_S / max(estimate.step_s, 1e-4)))
         self.log = StepLog(device, interval_steps, self._write_metrics)
 
     def run(self, folder: Path) -> dict[str, Any]:
-        phases = PhaseClock()
         session = self._make_session()
         self._compare_ledger(session, folder, "start-up")
+        self.birth.check_replicas(session.applied) if self.birth is not None else check_replicas(session.applied)
         train, validation = self._make_loaders()
-        phases.mark("build")
-        self.recorder.event("applied", seconds=round(phases.seconds["build"], 3), held=session.applied.memory_bytes())
+        checkpoints = RunCheckpoints(self.job, session, self.recorder, folder, self.estimate.step_s, train.state_dict)
+        self.phases.mark("build")
+        self.recorder.event("applied", seconds=round(self.phases.seconds["build"], 3), held=session.applied.memory_bytes())
         if self.plan.memory.precision == "fp8":
             self.recorder.event("fp8", layers=len(session.applied.fp8.converted), in_bf16=dict(session.applied.fp8.skipped))
-        rate = self._make_lr_function()
-        exposed: dict[str, float] = {}
-        profile_at = _PROFILED_STEP if self.job.profile and self.job.steps > _PROFILED_STEP + 2 else -1
-        self._reset_peak_memory()
-        self.log.restart_clock()
-        for step, batch in enumerate(train):
-            for group in session.optimizer.param_groups:
-                group["lr"] = rate(step)
-            run_step = partial(session.step, {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, self.task.loss)
-            if step == profile_at and self.rank == 0:
-                self.log.drain()
-                phases.mark("steps")
-                result, exposed = profile_step(run_step, self.device, folder / "trace.json")
-            else:
-                session.applied.groups.ledger.drain()
-                result = run_step()
-            if step == _WARMUP_STEPS - 1:
-                self._compare_ledger(session, folder, "step")
-            self.log.add(step, result, rate(step))
-            if step in (profile_at, _WARMUP_STEPS - 1):
-                self.log.close_interval(is_timed=False)
-                phases.mark("profile" if step == profile_at else "warm-up")
-            self._check_finite()
-            if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
-                phases.mark("steps")
-                self._validate(session, validation, step)
-                phases.mark("validation")
+        self._load_state(session, train, checkpoints)
+        with checkpoints.stop.watching():
+            exposed = self._run_steps(session, train, validation, checkpoints, folder)
         self.log.drain()
-        phases.mark("steps")
+        self.phases.mark("steps")
         self._check_finite()
-        self._validate(session, validation, self.job.steps - 1)
-        phases.mark("validation")
         memory = self._peak_memory()
+        if not checkpoints.stop.signal:
+            self._validate(session, validation, self.job.steps - 1)
+            self.phases.mark("validation")
+            self._leave_state(session, checkpoints, folder)
+        checkpoints.close()
+        self.phases.mark("save")
         digest = state_digest(session.applied) if self.job.digest else None
-        phases.mark("end")
-        seconds = sum(phases.seconds.values())
+        self.phases.mark("end")
+        seconds = sum(self.phases.seconds.values())
         self.recorder.event("end", memory_bytes=memory, seconds=round(seconds, 3))
         return {
             "losses": self.losses,
+            "first_step": self.first_step,
             "times": self.times,
             "validation": self.validations,
             "memory_bytes": memory,
             "state_digest": digest,
             "exposed": exposed,
+            "stopped": {"signal": checkpoints.stop.signal, "step": checkpoints.saved_step} if checkpoints.stop.signal else None,
+            "checkpoint": checkpoints.newest(),
             "seconds": seconds,
-            "phases": phases.seconds,
+            "phases": self.phases.seconds,
         }
+
+    def _run_steps(
+        self, session: Session, train: data.Loader, validation: _MakeBatches, checkpoints: RunCheckpoints, folder: Path
+    ) -> dict[str, float]:  # fmt: skip
+        """Take the steps that are left, until the last or until the run is told to stop; returns what the profiled step exposed."""
+        rate, exposed, last_warmup = self._make_lr_function(), dict[str, float](), self.first_step + _WARMUP_STEPS - 1
+        profile_at = self.first_step + _PROFILED_STEP if self.job.profile and self.job.steps - self.first_step > _PROFILED_STEP + 2 else -1
+        self._reset_peak_memory()
+        self.log.restart_clock()
+        for step, batch in enumerate(train, self.first_step):
+            for group in session.optimizer.param_groups:
+                group["lr"] = rate(step)
+            run_step = partial(session.step, {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, self.task.loss)
+            if step == profile_at and self.rank == 0:
+                self.log.drain()
+                self.phases.mark("steps")
+                result, exposed = profile_step(run_step, self.device, folder / "trace.json")
+            else:
+                session.applied.groups.ledger.drain()
+                result = run_step()
+            if step == last_warmup:
+                self._compare_ledger(session, folder, "step")
+            self.log.add(step, result, rate(step))
+            if step in (profile_at, last_warmup):
+                self.log.close_interval(is_timed=False)
+                self.phases.mark("profile" if step == profile_at else "warm-up")
+            self._check_finite()
+            if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
+                self.phases.mark("steps")
+                checkpoints.after_validation(self._validate(session, validation, step))
+                self.phases.mark("validation")
+            if checkpoints.after_step(is_warm=step >= last_warmup, is_last=step + 1 == self.job.steps):
+                break
+        return exposed
+
+    def _load_state(self, session: Session, train: data.Loader, checkpoints: RunCheckpoints) -> None:
+        """Go on from a checkpoint, or begin with the weights of a folder, if the run is to."""
+        if self.job.init_from is not None and self.birth is None:
+            self._say_loaded(load_weights(session.applied, weights_folder(Path(self.job.init_from))))
+        if self.job.resume is not None:
+            root, step = checkpoints_of(Path(self.job.resume))
+            manifest, problems = restore_session(session, root, step)
+            train.load_state_dict(manifest.state["data"])
+            checkpoints.resumed_from(manifest)
+            self.recorder.event("resumed", manifest.step, world=manifest.world, problems=problems)
+            for line in problems if self.rank == 0 else ():
+                print(f"meshwright: {line}; the checkpoint of step {manifest.step} is used", file=sys.stderr)
+        if self.job.init_from is not None or self.job.resume is not None:
+            self.phases.mark("load")
+        self.first_step = session.steps_done
+        train.steps = max(self.job.steps - self.first_step, 0)
+
+    def _say_loaded(self, loaded: LoadedWeights) -> None:
+        self.recorder.event("weights", **vars(loaded))
+        if self.rank == 0 and self.job.init_from is not None and (loaded.missing or loaded.unexpected):
+            print(f"meshwright: {describe_names(self.job.init_from, loaded.missing, loaded.unexpected)}", file=sys.stderr)
+
+    def _leave_state(self, session: Session, checkpoints: RunCheckpoints, folder: Path) -> None:
+        """What a finished run leaves: a last checkpoint, where it has made some, and the weights."""
+        checkpoints.at_end()
+        if self.job.export:
+            source = Path(self.job.model.removeprefix("hf:"))
+            try:
+                export_weights(session.applied, folder / MODEL_FOLDER, source if self.job.model.startswith("hf:") and source.is_dir() else None)
+            except RequestError as error:  # a full disk: the run itself is done
+                self.recorder.event("export", message=str(error))
+                print(f"meshwright: {error}", file=sys.stderr)
 
     def _compare_ledger(self, session: Session, folder: Path, phase: str) -> None:
         """Compare the collectives of start-up, or of the last warm-up step, with the plan's ledger; records an event with the differences."""
@@ -216,19 +264,34 @@ class _TrainingLoop:
             print(f"meshwright: rank {self.rank}: communication of the {phase} differs from the plan: {differences[0]}", file=sys.stderr)
 
     def _make_session(self) -> Session:
-        model, optimizer = _build_model(self.job, self.task, self.plan, self.device)
-        return Session(self.plan, model, optimizer, seed=self.job.seed, clip=self.job.clip or None)
+        torch.manual_seed(self.job.seed)
+        model, self.birth, reason = born_in_pieces(self.job, self.task, self.plan)
+        if model is None:
+            model = build_whole(self.job, self.task, self.plan).to(self.device)
+        placeholders = Placeholders(model, self.device) if self.birth is not None else None
+        optimizer, clip = make_optimizer(self.job, model), self.job.clip or None
+        session = Session(self.plan, model, optimizer, seed=self.job.seed, clip=clip, broadcasts=False, placeholders=placeholders)
+        self.recorder.event("born", sharded=self.birth is not None, reason=reason)
+        if self.rank == 0 and (line := describe_birth(self.birth, reason, self.plan, session.applied.whole.shapes)):
+            print(f"meshwright: {line}", file=sys.stderr, flush=True)
+        if self.birth is not None:
+            self.birth.fill(session.applied)
+            if self.birth.loaded is not None:
+                self._say_loaded(self.birth.loaded)
+            if self.birth.values is not None and self.birth.values.rng_state is not None:
+                torch.set_rng_state(self.birth.values.rng_state)  # as after an ordinary construction
+        return session
 
-    def _make_loaders(self) -> tuple[Iterator[dict[str, torch.Tensor]], Callable[[], Iterator[dict[str, torch.Tensor]]]]:
+    def _make_loaders(self) -> tuple[data.Loader, _MakeBatches]:
         first, count = self.plan.sample_range(self.plan.mesh.data_rank(self.rank))
         batch = self.plan.global_batch
 
-        def loader(split: Any, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+        def loader(split: Any, steps: int) -> data.Loader:
             dataset = load_dataset(self.job, self.task, split)
             sampler = data.GlobalSampler(len(dataset), batch, self.job.seed, shuffle=split == "train")
-            return iter(data.Loader(dataset, sampler, first, count, steps, pin_memory=self.device.type == "cuda"))
+            return data.Loader(dataset, sampler, first, count, steps, pin_memory=self.device.type == "cuda")
 
-        return loader("train", self.job.steps), lambda: loader("validation", self.job.validate_batches)
+        return loader("train", self.job.steps), lambda: iter(loader("validation", self.job.validate_batches))
 
     def _make_lr_function(self) -> Callable[[int], float]:
         job, peak, warmup = self.job, self.job.learning_rate, self.job.warmup_steps
@@ -236,9 +299,9 @@ class _TrainingLoop:
         assert warmup is not None
         return lambda step: learning_rate(step, peak=peak, warmup=warmup, steps=job.steps, schedule=job.lr_schedule)
 
-    def _validate(self, session: Session, make_batches: Callable[[], Iterator[dict[str, torch.Tensor]]], step: int) -> None:
+    def _validate(self, session: Session, make_batches: _MakeBatches, step: int) -> float | None:
         if not self.job.validate_batches:
-            return
+            return None
         self.log.drain()
         batches = ({k: v.to(self.device) for k, v in b.items()} for b in islice(make_batches(), self.job.validate_batches))
         loss = session.validate(batches, self.task.loss)
@@ -249,6 +312,7 @@ class _TrainingLoop:
         self.recorder.metrics({"step": step, "time": time.time(), "validation_loss": loss})
         self._check_finite()
         self.log.restart_clock()
+        return loss
 
     # -- a loss that is not finite --
 
@@ -279,7 +343,7 @@ class _TrainingLoop:
                 norm = "unknown" if record.grad_norm is None else f"{record.grad_norm:.4g}"
                 what = f"the loss is {record.loss} at step {record.step} (learning rate {record.learning_rate:.4g}, gradient norm {norm})"
                 self._note_nonfinite(record.step, what, record.own_loss, learning_rate=record.learning_rate, grad_norm=record.grad_norm)
-            if record.is_timed and record.step >= _WARMUP_STEPS:
+            if record.is_timed and record.step >= self.first_step + _WARMUP_STEPS:
                 self.times.append(record.seconds)
             samples = self.plan.global_batch / record.seconds
             self.recorder.metrics(
@@ -307,24 +371,15 @@ class _TrainingLoop:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak_resident_bytes()
 
 
-def _build_model(job: RunConfig, task: Task, plan: Plan, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(job.seed)
-    with device:
-        model = task.build()
-    if plan.memory.precision == "fp64":
-        model = model.double()
-    return model, make_optimizer(job, model)
-
-
-def make_optimizer(job: RunConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer by name. Adam is fused: it updates in one pass and keeps no temporaries."""
+def make_optimizer(job: RunConfig, model: torch.nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    """The optimizer by name. Adam is fused, except for parameters on meta: it updates in one pass and keeps no temporaries."""
     lr, decay = job.learning_rate, job.weight_decay
     assert lr is not None  # planning fills it in
     parameters = [p for p in model.parameters() if p.requires_grad]
     if job.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=decay, fused=True)
+        return torch.optim.AdamW(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=decay, fused=fused)
     if job.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=0.0, fused=True)
+        return torch.optim.Adam(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=0.0, fused=fused)
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
 
 
@@ -332,21 +387,31 @@ def verify_rank(rank: int, world: int, init_method: str, job: Mapping[str, Any],
     """Verify a plan as one of its ranks, before training; returns what was found, the same on every rank."""
     config, trial = RunConfig(**job), from_data(Plan, plan, "plan")
     local = trial.device_order[rank] if trial.device_order else rank
-    device = _setup_device(trial.device_of(rank, local), trial.threads)
+    device = setup_device(trial.device_of(rank, local), trial.threads)
     join_process_group(Rendezvous(rank, world, init_method, trial.backend, device.type, local, trial.sync.timeout_s))
     try:
         task = load_task(config)
-        model, optimizer = _build_model(config, task, trial, device)
-        return verify(trial, model, optimizer, verification_batch(config, task, trial) if rank == 0 else None, task.loss, seed=config.seed)
+        model, birth, optimizer = _model_to_verify(config, task, trial, device)
+        batch = verification_batch(config, task, trial) if rank == 0 else None
+        return verify(trial, model, optimizer, batch, task.loss, seed=config.seed, birth=birth, device=device)
     finally:
         leave_process_group()
 
 
 def make_rank_check(job: RunConfig, plan: Plan, local_rank: int) -> Check:
     """A check for ranks that a launcher has started and that verify before they train. All plans are for the same devices."""
-    task, device = load_task(job), _setup_device(plan.device_of(torch.distributed.get_rank(), local_rank), plan.threads)
-    model, optimizer = _build_model(job, task, plan, device)
-    return make_collective_check(model, optimizer, lambda: verification_batch(job, task, plan), task.loss, job.seed)
+    task, device = load_task(job), setup_device(plan.device_of(torch.distributed.get_rank(), local_rank), plan.threads)
+    model, birth, optimizer = _model_to_verify(job, task, plan, device)
+    return make_collective_check(model, optimizer, lambda: verification_batch(job, task, plan), task.loss, job.seed, birth=birth, device=device)
+
+
+def _model_to_verify(job: RunConfig, task: Task, plan: Plan, device: torch.device) -> tuple[torch.nn.Module, Birth | None, torch.optim.Optimizer]:
+    """The model without values where that is possible: verification gives them to as many blocks as fit."""
+    torch.manual_seed(job.seed)
+    model, birth, _ = born_in_pieces(job, task, plan)
+    if model is None:
+        model = build_whole(job, task, plan).to(device)
+    return model, birth, make_optimizer(job, model, fused=birth is None)
 
 
 def verification_batch(job: RunConfig, task: Task, plan: Plan) -> dict[str, torch.Tensor]:

@@ -85,8 +85,7 @@ def translate(data: Settings, file: Path, settings: Settings, count_ranks: RankC
     tutorial = _parse(data, file, tutorial_settings)
     if not any(key in data or key in settings for key in _TRAINING_KEYS) and not {"global_batch", "epochs", "steps"} & set(run_settings):
         raise RequestError(
-            f"{file} has no training keys (no global_batch_size): it is for `meshwright generate`, which comes later; "
-            "to train with it nevertheless, add --global-batch 4"
+            f"{file} has no training keys (no global_batch_size): it is for `meshwright generate`; to train with it, add --global-batch 4"
         )
     fields = {
         **_RECIPE,
@@ -102,6 +101,17 @@ def translate(data: Settings, file: Path, settings: Settings, count_ranks: RankC
         **_parallel_settings(tutorial, file, run_settings, count_ranks),
     }
     return fields, run_settings
+
+
+def inference_settings(data: Settings, file: Path, settings: Settings) -> dict[str, Any]:
+    """The settings of `generate` that a tutorial's file and the request give: greedy answers of 256 tokens. Its three tensor dimensions are ranks
+    that split the model along one."""
+    tutorial_settings = {key: value for key, value in settings.items() if key in KEYS and key not in ("seed", "precision")}
+    tutorial = _parse(data, file, tutorial_settings)
+    own = {key: value for key, value in settings.items() if key not in tutorial_settings}
+    mesh = {} if {"mesh", "nproc"} & set(own) else {"mesh": f"tp={tutorial.tp_degree}"}
+    precision = _PRECISION_NAMES[tutorial.precision]
+    return {"model": _find_model(tutorial, file), "random_init": tutorial.random_init, "precision": precision, "max_tokens": 256, **mesh, **own}
 
 
 def first_error(error: ValidationError) -> tuple[str, str]:

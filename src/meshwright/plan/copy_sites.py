@@ -136,17 +136,19 @@ def _is_liftable(graph: DataflowGraph, producer: int, ops: set[int]) -> bool:
 def _place_sites(
     graph: DataflowGraph, site_builder: CollectiveSiteBuilder, value: int, ops: set[int], blocked: Callable[[set[int], str], ShardingBlockedError]
 ) -> list[CollectiveSite]:
-    """One site at the smallest module that takes the value as input and contains exactly its partial uses; else one at each layer."""
+    """One site at the smallest module that takes the value as input and contains exactly its partial uses; else one at each module that contains as
+    many of them as possible and no other use."""
     inside = [(call, {i for i in graph.consumers.get(value, []) if call.first_op <= i < call.end_op}) for call in graph.input_calls(value)]
     for call, consumers in inside:
         if consumers == ops:
             return [_input_site(graph, site_builder, value, call)]
     layers: dict[tuple[int, int], ModuleCall] = {}
     for index in ops:
-        layer = next((call for call, consumers in inside if call.first_op <= index < call.end_op and consumers <= ops), None)
-        if layer is None:
+        around = [(call, consumers) for call, consumers in inside if call.first_op <= index < call.end_op and consumers <= ops]
+        if not around:
             op = graph.op(index)
             raise blocked({index}, f"{op.name} in {op.module or 'the loss'} combines it with an unsharded activation")
+        layer, _ = max(around, key=lambda item: len(item[1]))
         layers[layer.first_op, layer.end_op] = layer
     outer = [m for m in layers.values() if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in layers.values())]
     return [_input_site(graph, site_builder, value, m) for m in outer]  # outermost only: nested sites would sum the gradient twice

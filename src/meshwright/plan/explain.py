@@ -22,7 +22,7 @@ from meshwright.core.sample_coupling import explain_samples
 from meshwright.core.workload import Workload
 from meshwright.cost.collective_cost import collective_seconds, group_link
 from meshwright.cost.equivalent_stages import equivalent_pipeline_ranks
-from meshwright.cost.memory_cost import peak_bytes
+from meshwright.cost.memory_cost import START_UP, peak_bytes
 from meshwright.cost.step_cost import HEADROOM, in_flight_by_layer
 from meshwright.cost.verification_memory import verification_bytes
 from meshwright.plan.heterogeneous_planner import describe_shares
@@ -231,7 +231,13 @@ def _describe_memory(ranking: Ranking) -> str:
     effect = f"It rules out {too_large} of {count} plans" if too_large else "It is no constraint: every legal plan fits"
     if ranking.num_considered:
         effect = f"Lower bounds on {ranking.num_considered:,} plans left {count} to estimate, of which {too_large} do not fit"
-    return f"Memory: {ranking.best.estimate.reason} (mostly {largest}). {effect}.{_describe_verification(ranking)}"
+    return f"Memory: {ranking.best.estimate.reason} (mostly {largest}). {effect}.{_describe_start_up(ranking)}{_describe_verification(ranking)}"
+
+
+def _describe_start_up(ranking: Ranking) -> str:
+    """Where giving the model its initial values needs more memory than a step."""
+    beyond = ranking.best.estimate.memory_kinds.get(START_UP, 0)
+    return f" Start-up binds: it needs {show_bytes(beyond)} more than a step, for the largest tensor, which is drawn whole." if beyond else ""
 
 
 def _describe_verification(ranking: Ranking) -> str:

@@ -93,21 +93,28 @@ def build_stages(boundaries: StageBoundaries, cuts: Sequence[int]) -> tuple[Stag
 
 
 def reuses_parameters(dataflow: Dataflow, stages: Sequence[Stage]) -> bool:
-    """Whether several operations of one stage read the same trainable parameter, such as those of a module that is called twice."""
+    """Whether several operations of one stage use the same trainable parameter: those of a module that is called twice, or a value that is made from
+    parameters alone, such as the queries that every block of a DETR decoder adds."""
     entries = tuple(stage.entry for stage in stages[1:])
     return dataflow.memo.get_or_compute("reuses parameters", (), entries, lambda: _reuses_parameters(dataflow, entries))
 
 
 def _reuses_parameters(dataflow: Dataflow, entries: Sequence[str]) -> bool:
     calls = DataflowGraph.of(dataflow).calls_by_module
-    starts, read = sorted(calls[entry][0].first_op for entry in entries), set[tuple[int, str]]()
+    starts, used = sorted(calls[entry][0].first_op for entry in entries), set[tuple[int, int]]()
+    made_of: dict[tuple[int, int], set[int]] = {}  # (stage, value that what the stage receives does not lead to) → parameters
     for index, op in enumerate(dataflow.operations):
-        for value in (dataflow.values[v] for v in dict.fromkeys(op.inputs)):
-            key = (bisect_right(starts, index), value.parameter)
-            if value.parameter and value.needs_grad:
-                if key in read:
-                    return True
-                read.add(key)
+        stage = bisect_right(starts, index)
+        inputs = [v for v in dict.fromkeys(op.inputs) if dataflow.values[v].needs_grad]
+        parameters = {v: {v} if dataflow.values[v].parameter else made_of.get((stage, v), set()) for v in inputs}
+        if stage and inputs and all(parameters.values()):
+            made = set().union(*parameters.values())
+            made_of.update({(stage, v): made for v in op.outputs if dataflow.values[v].needs_grad})
+            continue
+        for parameter in (p for found in parameters.values() for p in found):
+            if (stage, parameter) in used:
+                return True
+            used.add((stage, parameter))
     return False
 
 

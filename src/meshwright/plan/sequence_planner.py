@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from meshwright.core.dataflow import ModuleCall
+from meshwright.core.dataflow import ModuleCall, Operation
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor_policy import CollectiveSite, DropoutSite, ShardedDim, TensorPolicy
 from meshwright.plan.copy_sites import CollectiveSiteBuilder
 from meshwright.plan.dataflow_graph import DataflowGraph
-from meshwright.plan.sequence_region import SequenceParallelError, SequenceRegion, logical_dim_of
-from meshwright.plan.size_arguments import size_arguments
+from meshwright.plan.sequence_region import SequenceParallelError, SequenceRegion, is_read_in, logical_dim_of
+from meshwright.plan.size_arguments import VIEW_OPS, size_arguments
 
 _NO_REGION = "no tensor-parallel layer is followed by another one that takes the same positions"
 
@@ -72,6 +72,7 @@ class _SitePlacement:
             self.region.propagate()
             if not self._place_scatters() and not self._place_gathers():
                 break
+        self.region.drop_needless_gathers()
         self._check_calls()
         self._check_reads()
 
@@ -103,9 +104,11 @@ class _SitePlacement:
         region, producer = self.region, self.graph.producer.get(value)
         for key in [k for k in region.gathers if k[0] == value]:
             del region.gathers[key]
-        if value in region.sharded_values and _producing_call(self.graph, value) is not None:
+        call = region.producing_call(value)
+        if value in region.sharded_values and call is not None and call.end_op <= min(region.needs_gather[value], default=call.end_op):
             region.gathered_outputs.add(value)
         elif producer is not None and producer not in region.stop_ops:
+            region.gathered_outputs.discard(value)
             region.stop_ops.add(producer)  # its inputs are then gathered instead
         else:
             index = min(region.needs_gather[value], default=0)
@@ -143,16 +146,28 @@ class _SitePlacement:
         for read in flow.size_reads:
             op_index = read.before_operation
             counts_positions = region.logical_dim in flow.values[read.value].logical_dims[read.dim]
-            if not counts_positions or not region.is_sharded_within(read.value, op_index, op_index):
+            if not counts_positions or not region.is_sharded_where_read(read):
                 continue
-            modules = {c.module for c in flow.modules if c.first_op <= op_index <= c.end_op}
+            modules = {c.module for c in flow.modules if is_read_in(read, c)}
             if not modules.isdisjoint(region.dropout_modules):
                 continue  # dropout modules run on all positions
             for op in (o for o in flow.operations[op_index:] if o.call_index >= 0 and flow.sized_calls[o.call_index].module in modules):
+                if self._regroups_positions(op, flow.values[read.value].logical_dims[read.dim]):
+                    raise SequenceParallelError(f"the code of {read.module or 'the model'} computes sizes from the number of positions")
                 dims = flow.values[op.outputs[0]].logical_dims
                 if op.outputs[0] not in region.sharded_values and any(region.logical_dim in dims[at] for _, _, at, _ in size_arguments(flow, op)):
                     module = flow.sized_calls[op.call_index].module or "the model"
                     raise SequenceParallelError(f"the code of {module} takes the number of positions from one value and uses it for another")
+
+    def _regroups_positions(self, op: Operation, read_dims: tuple[int, ...]) -> bool:
+        """Whether a view splits the dim that was read, also into parts of one: sizes that code computes for it differ for a rank's positions."""
+        flow, region = self.graph.dataflow, self.region
+        source, out = (flow.values[v] for v in (op.inputs[0], op.outputs[0])) if op.inputs else (None, None)
+        if source is None or out is None or not region.has_dim(op.inputs[0]) or not region.has_dim(op.outputs[0]):
+            return False
+        at = next(i for i, dims in enumerate(out.logical_dims) if region.logical_dim in dims)
+        beside = (*out.shape[max(at - 1, 0) : at], *out.shape[at + 1 : at + 2])
+        return op.name in VIEW_OPS and (not set(read_dims) <= set(out.logical_dims[at]) or (len(source.shape) != len(out.shape) and 1 in beside))
 
 
 class _SequencePolicyBuilder:
@@ -167,7 +182,7 @@ class _SequencePolicyBuilder:
         region, old, flow = self.region, self.region.policy, self.graph.dataflow
         if len(self._entries) <= len(region.gathers) + len(region.gathered_outputs):
             raise SequenceParallelError(_NO_REGION)
-        replicated = set(range(len(flow.values))) - (region.sharded_values - region.gathered_outputs)
+        replicated = set(range(len(flow.values))) - region.sharded_values  # where it is computed, an output that is gathered is sharded
         sizes, unclear, uneven = self.graph.size_rewrites({region.logical_dim: region.dim_name}, replicated)
         for rewrite in (*unclear, *uneven):
             module = rewrite.module or "the model"
@@ -197,7 +212,7 @@ class _SequencePolicyBuilder:
 
     def _output_sites(self) -> Iterator[CollectiveSite]:
         for value in sorted(self.region.gathered_outputs):
-            call = _producing_call(self.graph, value)
+            call = self.region.producing_call(value)
             assert call is not None
             yield replace(self._along_positions(self._site_builder.build(call.module, value, call.outputs.index(value)), value), at_output=True)
 
@@ -213,9 +228,3 @@ class _SequencePolicyBuilder:
                 for value in self.graph.op(index).inputs:
                     if value in self.graph.parameter_of and not sharded & self.graph.value_dims[value]:
                         yield self.graph.parameter_of[value]
-
-
-def _producing_call(graph: DataflowGraph, value: int) -> ModuleCall | None:
-    """The smallest module call that produces a value and returns it."""
-    op = graph.producer.get(value, -1)
-    return min((c for c in graph.producer_calls(value) if c.first_op <= op < c.end_op), key=lambda c: c.end_op - c.first_op, default=None)

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from meshwright.core.dataflow import ModuleCall, Operation
+from meshwright.core.dataflow import ModuleCall, Operation, SizeRead
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor_policy import CollectiveSite, SequenceLayout, TensorPolicy
 from meshwright.plan.dataflow_graph import DataflowGraph
@@ -41,6 +41,8 @@ class SequenceRegion:
         self.dim_name = next(filter(self._is_this_dim, names), new_name)
         reduced = {m.module for m in self.policy.reduce_sites if m.sequence_layout is None or m.sequence_layout.logical_dim == self.dim_name}
         self.reduced_outputs = {c.outputs[0]: c for c in flow.modules if c.module in reduced and self.has_dim(c.outputs[0])}
+        for value in [v for v, call in self.reduced_outputs.items() if self._parameters_have_dim(call)]:
+            del self.reduced_outputs[value]
         self.entry_calls: dict[int, list[ModuleCall]] = {}
         self.moved_entries: dict[tuple[str, int], tuple[str, int]] = {}  # (module, input) of a copy site → of the outermost call around it
         copied_inputs = {(m.module, m.position) for m in self.policy.copy_sites}
@@ -50,6 +52,11 @@ class SequenceRegion:
                     outer = self._outermost_call(call, value)
                     self.moved_entries[call.module, i] = (outer.module, outer.inputs.index(value))
                     self.entry_calls.setdefault(value, []).append(outer)
+
+    def _parameters_have_dim(self, call: ModuleCall) -> bool:
+        """Whether positions are features of the layer itself, as where it mixes them: its bias has one element for each."""
+        read = {v for i in range(call.first_op, call.end_op) for v in self.graph.op(i).inputs}
+        return any(self.has_dim(v) for v in read if self.graph.dataflow.values[v].parameter)
 
     def _outermost_call(self, call: ModuleCall, value: int) -> ModuleCall:
         """The largest module around a tensor-parallel part that is given the same value and uses it for nothing else. Code in it that reads the
@@ -78,20 +85,39 @@ class SequenceRegion:
 
     def _is_sharded_at(self, value: int, index: int) -> bool:
         """Whether a rank holds a shard of the value's positions where operation `index` uses it: the innermost scatter or gather decides."""
-        return self.is_sharded_within(value, index, index + 1)
+        return self._is_sharded_in(value, lambda c: c.first_op <= index < c.end_op)
 
-    def is_sharded_within(self, value: int, first: int, last: int) -> bool:
+    def is_sharded_where_read(self, read: SizeRead) -> bool:
+        """Whether the code that reads a size of a value has a shard of it."""
+        return self._is_sharded_in(read.value, lambda c: is_read_in(read, c))
+
+    def _is_sharded_in(self, value: int, is_around: Callable[[ModuleCall], bool]) -> bool:
         boundaries = [(c, True) for (v, _), c in self.scatters.items() if v == value]
         boundaries += [(c, False) for (v, _), c in self.gathers.items() if v == value]
         boundaries += [(c, False) for c in self.entry_calls.get(value, [])]
-        around = [(c, sharded) for c, sharded in boundaries if c.first_op <= first and last <= c.end_op and (c.first_op, c.end_op) != (first, last)]
+        around = [(c.end_op - c.first_op, sharded) for c, sharded in boundaries if is_around(c)]
         if around:
-            return min((c.end_op - c.first_op, sharded) for c, sharded in around)[1]
-        return value in self.sharded_values and value not in self.gathered_outputs
+            return min(around)[1]
+        call = self.producing_call(value) if value in self.gathered_outputs else None  # inside it the value is not gathered yet
+        return value in self.sharded_values and (value not in self.gathered_outputs or (call is not None and is_around(call)))
+
+    def producing_call(self, value: int) -> ModuleCall | None:
+        """The smallest module call that produces a value and returns it."""
+        op = self.graph.producer.get(value, -1)
+        return min((c for c in self.graph.producer_calls(value) if c.first_op <= op < c.end_op), key=lambda c: c.end_op - c.first_op, default=None)
 
     def sharded_entries(self) -> list[tuple[int, ModuleCall]]:
         """Sharded values that a tensor-parallel part gathers at its input, and the calls of those parts."""
-        return [(v, c) for v, calls in self.entry_calls.items() for c in calls if self.is_sharded_within(v, c.first_op, c.end_op)]
+        return [(v, c) for v, calls in self.entry_calls.items() for c in calls if self._is_sharded_around(v, c)]
+
+    def drop_needless_gathers(self) -> None:
+        """Drop gathers of values that a later gather upstream has made replicated."""
+        self.gathered_outputs &= self.sharded_values
+        self.gathers = {key: call for key, call in self.gathers.items() if self._is_sharded_around(key[0], call)}
+
+    def _is_sharded_around(self, value: int, call: ModuleCall) -> bool:
+        """Whether a rank holds a shard of a value where a call takes it."""
+        return self._is_sharded_in(value, lambda outer: _is_inside(call, outer))
 
     def propagate(self) -> None:
         """Propagate shards through all operations, with the scatters and gathers placed so far."""
@@ -119,7 +145,7 @@ class SequenceRegion:
         if not sharded:
             return
         parameters = [v for v in op.inputs if v in self.graph.parameter_of]
-        if index in self.stop_ops or not self._is_position_wise(op) or any(map(self.has_dim, parameters)):
+        if index in self.stop_ops or not self._is_position_wise(op) or any(map(self.has_dim, parameters)) or self._reads_for_all_positions(op):
             for value in sharded:
                 self.needs_gather.setdefault(value, set()).add(index)
             return
@@ -140,6 +166,12 @@ class SequenceRegion:
             return False
         return all(map(self.has_dim, op.outputs))
 
+    def _reads_for_all_positions(self, op: Operation) -> bool:
+        """Whether an operation reads a computed value that all positions share, such as a gate for each sample: each rank would have its positions'
+        part of the value's gradient."""
+        needs_grad = [v for v in op.inputs if self.graph.dataflow.values[v].needs_grad and v not in self.graph.parameter_of]
+        return not all(map(self.has_dim, needs_grad))
+
     def position_layout(self, value: int) -> SequenceLayout:
         """Where the positions lie in a value."""
         flow = self.graph.dataflow
@@ -147,6 +179,16 @@ class SequenceRegion:
         at = logical_dims.index(self.logical_dim)
         outer, inner = (math.prod(flow.sizes[s] for s in dims) for dims in (logical_dims[:at], logical_dims[at + 1 :]))
         return SequenceLayout(self.dim_name, dim, inner, has_outer_dims=outer > 1)
+
+
+def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:
+    first, end = call.first_op, call.end_op
+    return outer.first_op <= first and end <= outer.end_op and (outer.first_op, outer.end_op) != (first, end)
+
+
+def is_read_in(read: SizeRead, call: ModuleCall) -> bool:
+    """Whether code that runs in a module call, or in a module inside it, reads a size."""
+    return call.first_op <= read.before_operation <= call.end_op and f"{read.module}.".startswith(f"{call.module}." if call.module else "")
 
 
 def _sites_along(dim_name: str, sites: Iterable[CollectiveSite]) -> list[CollectiveSite]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.core.dataflow import Dataflow, Operation
 
+VIEW_OPS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 SLICE_OPS = ("slice", "narrow")  # slices by number that can be rewritten are recorded as sized calls; the others block sharding
 
 

@@ -228,6 +228,8 @@ def _gathered_layers(
             continue
         if not all(_reads_as_layer(graph, i) for i in graph.consumers.get(weight.value, [])):
             continue  # other code reads it too, and would read a shard
+        if call.kind == "linear" and any(graph.op(i).indivisible_dims for i in range(call.first_op, call.end_op)):
+            continue  # a hook needs all features, before they are gathered
         dim = _feature_dim(graph, call, weight)
         size = flow.values[weight.value].shape[dim]
         if size < axis.degree:
@@ -298,8 +300,8 @@ def _sizes_computed_from(graph: DataflowGraph, dim_names: Mapping[int, str]) -> 
     flow = graph.dataflow
     reads: set[tuple[int, str]] = set()
     for read in flow.size_reads:
-        factors, call = flow.values[read.value].logical_dims[read.dim], graph.innermost_call.get(read.before_operation)
-        reads |= {(logical_dim, call.module) for logical_dim in factors if len(factors) > 1 and call is not None and logical_dim in dim_names}
+        factors = flow.values[read.value].logical_dims[read.dim]
+        reads |= {(logical_dim, read.module) for logical_dim in factors if len(factors) > 1 and logical_dim in dim_names}
     for op in (o for o in flow.operations if o.call_index >= 0 and o.inputs):
         split = {dims[0] for dims in flow.values[op.outputs[0]].logical_dims if len(dims) == 1}
         whole = {s for dims in flow.values[op.inputs[0]].logical_dims if len(dims) > 1 for s in dims}

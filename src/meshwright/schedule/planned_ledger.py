@@ -30,13 +30,14 @@ class LedgerLine:
     bound: bool = False  # the data decides how many bytes there are, and `bytes` is an upper bound
 
 
-def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
-    """One rank's predicted ledger, under the names that the run records."""
+def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0, broadcasts: bool = True) -> tuple[LedgerLine, ...]:
+    """One rank's predicted ledger, under the names that the run records. `broadcasts`: the first rank's initial values are sent to all, as in
+    scripts; otherwise every rank makes its own."""
     schedule = build_schedule(plan, profile.at_batch(_micro_batch_samples(plan, rank)), clip=clip)
-    return _ledger_lines(plan.for_rank(rank), profile, schedule.program_for(rank))
+    return _ledger_lines(plan.for_rank(rank), profile, schedule.program_for(rank), broadcasts)
 
 
-def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
+def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True, broadcasts: bool = True) -> dict[str, list[LedgerLine]]:
     """The ledger of every rank; ranks with the same ledger share a key, like "0,1"."""
     samples = [_micro_batch_samples(plan, rank) for rank in range(plan.world)]
     schedules = {count: build_schedule(plan, profile.at_batch(count), clip=clip) for count in set(samples)}
@@ -44,7 +45,7 @@ def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dic
     for rank, count in enumerate(samples):
         groups.setdefault((count, schedules[count].program_of_rank.get(str(rank), 0), plan.for_rank(rank).device), []).append(rank)
     return {
-        ",".join(map(str, ranks)): list(_ledger_lines(plan.for_rank(ranks[0]), profile, schedules[count].program_for(ranks[0])))
+        ",".join(map(str, ranks)): list(_ledger_lines(plan.for_rank(ranks[0]), profile, schedules[count].program_for(ranks[0]), broadcasts))
         for (count, _, _), ranks in groups.items()
     }
 
@@ -54,12 +55,12 @@ def _micro_batch_samples(plan: Plan, rank: int) -> int:
     return plan.micro_batch_size(rank) if plan.mesh.ep == 1 else plan.max_micro_batch_size
 
 
-def _ledger_lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) -> tuple[LedgerLine, ...]:
+def _ledger_lines(plan: Plan, profile: ModelProfile, program: Sequence[Action], broadcasts: bool) -> tuple[LedgerLine, ...]:
     calls: dict[tuple[str, str, str, int], list[Action]] = {}
     for action in program:
         if action.is_communication and (num_ranks := action.num_ranks(plan.mesh)) > 1:
             calls.setdefault((ledger_name(action.name), action.op, action.axis, num_ranks), []).append(action)
-    lines = list(_startup_lines(plan, profile))
+    lines = list(_startup_lines(plan, profile, broadcasts))
     for key, actions in calls.items():
         size, padding = sum(a.bytes for a in actions), sum(a.padding for a in actions)
         bound = any(a.expected_bytes is not None for a in actions)
@@ -67,17 +68,17 @@ def _ledger_lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) 
     return tuple(lines)
 
 
-def _startup_lines(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
-    """Rank 0's values are broadcast to all ranks, and ranks that compute the same on the same samples share an RNG state. Left out are the few
+def _startup_lines(plan: Plan, profile: ModelProfile, broadcasts: bool) -> Iterator[LedgerLine]:
+    """Rank 0's values may be broadcast to all ranks, and ranks that compute the same on the same samples share an RNG state. Left out are the few
     bytes of the first messages between neighbours, from backends and torch's pipeline schedules."""
 
     def line(name: str, axis: str, calls: int, size: int) -> LedgerLine:
         return LedgerLine("start-up", name, "broadcast", axis, plan.mesh.group_size(axis), calls, size, 0, size * 1.0)
 
-    if plan.world > 1:
+    if plan.world > 1 and broadcasts:
         tensors = [*sorted(profile.tensors, key=lambda t: t.registration_index), *profile.buffers]
-        broadcasts = list(init_broadcast_groups([t.bytes for t in tensors], [t.dtype for t in tensors]))
-        yield line("init/params", "world", len(broadcasts), sum(t.bytes for t in tensors))
+        groups = list(init_broadcast_groups([t.bytes for t in tensors], [t.dtype for t in tensors]))
+        yield line("init/params", "world", len(groups), sum(t.bytes for t in tensors))
     states = [_RNG_STATE_BYTES["cpu"]] + [_RNG_STATE_BYTES["cuda"]] * (plan.device == "cuda")
     if plan.mesh.degree("tp") > 1:
         yield line("init/rng", "tp", len(states), sum(states))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.zoo.attend import Attend
 from meshwright.zoo.autocast import padded_head, to_autocast_dtype
 from meshwright.zoo.keyed_random import KeyedDropout
 
@@ -50,8 +51,8 @@ class TokenPositionEmbedding(nn.Module):
         self.positions = nn.Embedding(config.context, config.width)
         self.dropout = KeyedDropout(config.dropout, site=0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         return self.dropout(self.tokens(tokens) + self.positions(positions))
 
 
@@ -59,16 +60,18 @@ class Attention(nn.Module):
     """Causal self-attention. The rows of `qkv` are ordered by head (q, k, v of head 0, then of head 1, …), so that an even split of its rows gives
     entire heads to each tensor-parallel rank."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
-        self.head_width = config.width // config.heads
+        self.index, self.head_width = index, config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
         batch, length, _ = x.shape
         # The number of heads is inferred, since a tensor-parallel rank holds only some of them.
         qkv = self.qkv(x).view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
+        if attend is not None:
+            return self.output(attend(self.index, qkv[0, 0], qkv[1, 0], qkv[2, 0]).reshape(1, length, -1))
         y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         return self.output(y.transpose(1, 2).reshape(batch, length, -1))
 
@@ -91,19 +94,19 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = Attention(config, index)
         self.attention_dropout = KeyedDropout(config.dropout, site=1 + 2 * index)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
         self.mlp_dropout = KeyedDropout(config.dropout, site=2 + 2 * index)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), attend))
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
-    """Tokens (B, S) to logits (B, S, vocab)."""
+    """Tokens (B, S) to logits (B, S, vocab). Inference packs the tokens of several sequences into one row, as for `Llama`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -130,8 +133,8 @@ class GPT(nn.Module):
             if name.endswith(("attention.output.weight", "mlp.down.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = to_autocast_dtype(self.embedding(tokens))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, attend: Attend | None = None, rows: Tensor | None = None) -> Tensor:
+        x = to_autocast_dtype(self.embedding(tokens, positions))
         for block in self.blocks:
-            x = block(x)
-        return padded_head(self.norm(x), self.head)
+            x = block(x, attend)
+        return padded_head(self.norm(x if rows is None else x[:, rows]), self.head)

@@ -43,7 +43,8 @@ def load(path: str, *, seq: int | None, dropout: float, random_init: bool = Fals
         data="source" if config.vocab_size >= _BYTE_VOCAB_SIZE else "synthetic",
         global_batch=32,
         tokens_per_sample=length,
-        pretrained=folder is not None,
+        weights=str(folder) if folder is not None else "",
+        architecture=partial(_build_model, config, path, None),
         note=f"{_describe_weights(folder, random_init)}; every dropout of the configuration is set to {dropout:g}"
         + (", and is not keyed by sample" if dropout else ""),
     )
@@ -140,11 +141,16 @@ def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
     if folder is not None and not probe.is_meta and not isinstance(probe, FakeTensor):
         return _load_pretrained(config, folder).to(probe.device)
     try:
-        return _import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return _auto_class(config).from_config(config, dtype=torch.float32)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model's code does with sizes that do not go together
         raise RequestError(f"hf:{path}: no causal language model for this configuration: {one_line(error)}") from error
+
+
+def _auto_class(config: Any) -> Any:
+    transformers = _import_transformers()
+    return transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
 
 
 def _load_pretrained(config: Any, folder: Path) -> nn.Module:
@@ -152,8 +158,7 @@ def _load_pretrained(config: Any, folder: Path) -> nn.Module:
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
     try:
         with torch.device("cpu"), _progress_bars_disabled():
-            auto_model = _import_transformers().AutoModelForCausalLM
-            model, info = auto_model.from_pretrained(str(folder), config=config, output_loading_info=True, **options)
+            model, info = _auto_class(config).from_pretrained(str(folder), config=config, output_loading_info=True, **options)
     except Exception as error:  # safetensors and transformers raise their own types for files that are broken, truncated or of another model
         raise RequestError(f"hf:{folder}: its weights cannot be loaded: {one_line(error)}; repair the files, or --set random_init=true") from error
     if missing := sorted(info["missing_keys"]):

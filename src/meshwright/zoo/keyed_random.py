@@ -11,31 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-_TWO_POW_63 = 1 << 63
+from meshwright.core.keyed_hash import GOLDEN_GAMMA, logical_shift_right, splitmix64, to_int64
+
 _MASK_32 = 0xFFFFFFFF
-
-
-def _to_int64(value: int) -> int:
-    """The int64 with the same 64 bits: torch has no unsigned 64-bit arithmetic."""
-    return (value + _TWO_POW_63) % (2 * _TWO_POW_63) - _TWO_POW_63
-
-
-# The constants of splitmix64: an odd step whose multiples spread evenly, and the two multipliers of its finaliser.
-_GOLDEN_GAMMA = _to_int64(0x9E3779B97F4A7C15)
-_MIX_MULTIPLIER_1 = _to_int64(0xBF58476D1CE4E5B9)
-_MIX_MULTIPLIER_2 = _to_int64(0x94D049BB133111EB)
-
-
-def _logical_shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical right shift. `>>` on int64 copies the sign bit, so the copies are masked away."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-def splitmix64(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64: each input bit flips each output bit with probability near one half."""
-    bits = (bits ^ _logical_shift_right(bits, 30)) * _MIX_MULTIPLIER_1
-    bits = (bits ^ _logical_shift_right(bits, 27)) * _MIX_MULTIPLIER_2
-    return bits ^ _logical_shift_right(bits, 31)
 
 
 class _KeyedModule(nn.Module):
@@ -47,21 +25,21 @@ class _KeyedModule(nn.Module):
         super().__init__()
         self.site = site
         # The fourth is a constant kept in the buffer: a compiler would fold a literal into the element indices, and overflow.
-        self.register_buffer("key", torch.tensor([0, 0, 0, _GOLDEN_GAMMA]), persistent=False)
+        self.register_buffer("key", torch.tensor([0, 0, 0, GOLDEN_GAMMA]), persistent=False)
 
     def set_key(self, seed: int, step: int, first_sample: int) -> None:
         """Set the run's seed, the step, and the global index of the first sample; called before each micro-batch."""
         # Filling one element with a number needs no copy from the host, so it does not synchronize a GPU.
-        for slot, value in enumerate((seed, step, first_sample, _GOLDEN_GAMMA)):
-            self.key[slot] = _to_int64(value)
+        for slot, value in enumerate((seed, step, first_sample, GOLDEN_GAMMA)):
+            self.key[slot] = to_int64(value)
 
     def _random_bits(self, like: Tensor) -> Tensor:
         """64 random bits for each element of `like`, whose first dim counts samples."""
         samples = self.key[2] + torch.arange(like.shape[0], device=like.device)
         elements = torch.arange(math.prod(like.shape[1:]), device=like.device)
-        state = splitmix64(self.key[0] + _to_int64((self.site + 1) * _GOLDEN_GAMMA))
-        state = splitmix64(state + self.key[1] * _GOLDEN_GAMMA)
-        state = splitmix64(state + samples * _GOLDEN_GAMMA)
+        state = splitmix64(self.key[0] + to_int64((self.site + 1) * GOLDEN_GAMMA))
+        state = splitmix64(state + self.key[1] * GOLDEN_GAMMA)
+        state = splitmix64(state + samples * GOLDEN_GAMMA)
         return splitmix64(state.unsqueeze(1) + elements * self.key[3]).view(like.shape)
 
 
@@ -83,7 +61,7 @@ class KeyedDropout(_KeyedModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0.0 or not self.training:
             return x
-        keep = _logical_shift_right(self._random_bits(x), 32) >= round(self.p * (_MASK_32 + 1))
+        keep = logical_shift_right(self._random_bits(x), 32) >= round(self.p * (_MASK_32 + 1))
         return torch.where(keep, x * (1.0 / (1.0 - self.p)), 0.0)
 
     def extra_repr(self) -> str:
@@ -96,7 +74,7 @@ class KeyedNormal(_KeyedModule):
     def forward(self, like: Tensor) -> Tensor:
         bits = self._random_bits(like)
         # In float64 whatever `like` is, so that the last bit of a vectorised logarithm cannot affect a float32 result.
-        radius = (_logical_shift_right(bits, 32).double() + 0.5) / (_MASK_32 + 1)
+        radius = (logical_shift_right(bits, 32).double() + 0.5) / (_MASK_32 + 1)
         angle = (bits & _MASK_32).double() * (2.0 * math.pi / (_MASK_32 + 1))
         return (torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)).to(like.dtype)
 

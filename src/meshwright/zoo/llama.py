@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.zoo.attend import Attend
 from meshwright.zoo.autocast import to_autocast_dtype
 
 
@@ -72,9 +73,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        positions = torch.arange(x.shape[1], device=x.device).to(dtype)
+        positions = (torch.arange(x.shape[1], device=x.device) if positions is None else positions[0]).to(dtype)
         angles = torch.outer(positions, rope_frequencies(self.config, x.device, dtype))
         return torch.stack((angles.cos(), angles.sin()))
 
@@ -89,9 +90,9 @@ def apply_rotary(x: Tensor, rotary: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal attention in which several query heads share one key-value head."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
-        self.head_width = config.head_width
+        self.index, self.head_width = index, config.head_width
         self.grouped = config.kv_heads != config.heads
         kv_width = config.kv_heads * config.head_width
         self.query = nn.Linear(config.width, config.width, bias=False)
@@ -103,10 +104,12 @@ class Attention(nn.Module):
         # The number of heads is inferred, since a tensor-parallel rank holds only some of them.
         return x.view(x.shape[0], x.shape[1], -1, self.head_width).transpose(1, 2)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend | None = None) -> Tensor:
         query = apply_rotary(self._split_heads(self.query(x)), rotary)
         key = apply_rotary(self._split_heads(self.key(x)), rotary)
         value = self._split_heads(self.value(x))
+        if attend is not None:
+            return self.output(attend(self.index, query[0], key[0], value[0]).reshape(1, x.shape[1], -1))
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
         return self.output(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
 
@@ -127,27 +130,28 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer; `rotary` is the same tensor for all layers."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=config.eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, index)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, attend)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):
-    """Tokens (B, S) to logits (B, S, vocab)."""
+    """Tokens (B, S) to logits (B, S, vocab). Inference packs the tokens of several sequences into one row: it gives their positions, an attention of
+    its own, and the rows whose logits it wants."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.width)
         self.rotary = RotaryEmbedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.eps)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.reset_parameters()
@@ -163,9 +167,9 @@ class Llama(nn.Module):
                 branch = name.endswith(("attention.output.weight", "mlp.down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers) if branch else 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, attend: Attend | None = None, rows: Tensor | None = None) -> Tensor:
         x = to_autocast_dtype(self.embedding(tokens))
-        rotary = self.rotary(x)
+        rotary = self.rotary(x, positions)
         for block in self.blocks:
-            x = block(x, rotary)
-        return self.head(self.norm(x))
+            x = block(x, rotary, attend)
+        return self.head(self.norm(x if rows is None else x[:, rows]))

@@ -1,0 +1,94 @@
+"""The configuration of inference: which model, on which ranks, how much memory, and how answers are sampled. Every field has a default."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshwright.core.backends import Backend
+from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.serialization import read_json, show_json
+from meshwright.core.serve_policy import PAGE_TOKENS
+from meshwright.serve.requests import SamplingParams
+
+ServePrecision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
+
+
+class ServeConfig(BaseModel):
+    """What `generate` and `serve` can be told, by file, flag or --set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("smollm2", description="a run, a checkpoint, a folder with config.json, *.gguf, a model of the zoo, or package.module:factory")
+    random_init: bool = Field(False, description="random weights, whatever the folder has")
+    plan: str = Field("auto", description="auto, or a plan.json for inference")
+    mesh: str | None = Field(None, description="ranks of one replica, like tp=2 or tp=2,pp=2")
+    nproc: int | None = Field(None, ge=1, le=65536, description="ranks of one replica, as tp")
+    backend: Backend | None = Field(None, description="gloo or nccl, by device unless given")
+    precision: ServePrecision = Field("auto", description="of weights and arithmetic; auto: bf16 on GPUs, fp32 on CPUs")
+    context: int | None = Field(None, ge=2, le=10_000_000, description="most tokens of prompt and answer together; the model's own unless given")
+    sequences: int = Field(16, ge=1, le=65536, description="most answers that are generated at once")
+    page_tokens: int = Field(
+        PAGE_TOKENS, ge=1, le=1_000_000, description="tokens in a page of key-value memory; as many as context: one page a sequence"
+    )
+    kv_pages: int = Field(0, ge=0, description="pages of key-value memory; 0: what the sequences can need, as far as it fits")
+    compile: bool = Field(False, description="compile the model when it is loaded: quicker steps, after a minute or more")
+    threads: int = Field(0, ge=0, le=4096, description="CPU threads of a rank; 0: its share of the cores")
+    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="of sampling; answers are then the same each time")
+
+    replicas: int = Field(1, ge=1, le=4096, description="copies of the model that a server has, each with ranks of its own")
+    served_name: str = Field("", description="the model's name in requests; as it was given unless set")
+    max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests that wait for a place; further ones get 429")
+    max_body_mb: float = Field(4.0, gt=0, le=4096, description="largest body of a request")
+    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="how long a body may take to arrive")
+    grace_s: float = Field(30.0, ge=0, le=3600, description="how long a server that stops waits for answers under way")
+
+    max_tokens: int = Field(256, ge=1, description="most tokens of an answer")
+    temperature: float = Field(0.0, ge=0, le=100, description="0: the most likely token each time")
+    top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability")
+    min_p: float = Field(0.0, ge=0, le=1, description="leave out tokens below this part of the most likely one's probability")
+    repetition_penalty: float = Field(1.0, gt=0, le=100, description="above 1: tokens that were there already are less likely")
+    stop: tuple[str, ...] = Field((), description='texts that end an answer, like ["\\n\\n"]')
+    stop_tokens: tuple[int, ...] = Field((), description="tokens that end an answer, beside the model's own")
+    ignore_end: bool = Field(False, description="go on to max_tokens, whatever the model says")
+    chat: bool | None = Field(None, description="wrap prompts in the model's chat template; where it has one unless given")
+    system: str = Field("", description="a system message for chats")
+
+    def sampling(self) -> SamplingParams:
+        names = SamplingParams.__dataclass_fields__.keys() & set(type(self).model_fields)
+        return replace(SamplingParams(), **{name: getattr(self, name) for name in names})
+
+
+def load_serve_config(settings: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
+    """The configuration from a file and settings that override it. Every wrong key or value is one line that says what to change."""
+    data: Any = read_json(file) if file is not None else {}
+    if not isinstance(data, dict):
+        raise RequestError(f"{file}: a configuration is one JSON object")
+    for keys, where in ((data, str(file)), (settings, "--set")):
+        for key in keys:
+            if key not in ServeConfig.model_fields:
+                raise unknown_name_error("key", key, ServeConfig.model_fields, where)
+    try:
+        return ServeConfig(**{**data, **settings})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, reason = str(first["loc"][0]), str(first["msg"]).removeprefix("Value error, ")
+        where = f"{file}: " if file is not None and key in data and key not in settings else ""
+        raise RequestError(f"{where}{key}={show_json(first.get('input'))}: {reason[0].lower()}{reason[1:]}") from None
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """'top_p=0.9' → ('top_p', 0.9); the value is parsed as JSON if possible, otherwise kept as text."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise RequestError(f"--set {text}: write it as key=value")
+    try:
+        return key, json.loads(value)
+    except (ValueError, RecursionError):
+        return key, value

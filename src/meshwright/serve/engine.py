@@ -1,0 +1,126 @@
+"""The engine: takes requests as tokens, runs steps of the model, and gives tokens back. One engine is one replica; its first rank decides."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.serve.requests import SamplingParams, TokenEvent
+from meshwright.serve.sampler import SampleRow, sample
+from meshwright.serve.scheduler import Scheduler
+from meshwright.serve.scheduler import Sequence as Running
+from meshwright.serve.steps import Step
+
+_SLOWDOWN = 2.0  # how many times as long as without prompts a step may take beside sequences that generate
+_MIN_PROMPT_TOKENS = 16
+
+
+class StepRunner(Protocol):
+    """Runs a step on all ranks."""
+
+    def run(self, step: Step) -> Tensor:
+        """The logits of the chunks that want them (rows, vocabulary)."""
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start, for metrics and reports."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # computed, without those reused
+    generated_tokens: int = 0
+    decoded_tokens: int = 0  # of them, in steps after a sequence's first token
+    prompt_s: float = 0.0  # of steps without generation
+    decode_s: float = 0.0  # of steps with it
+    mixed_prompt_tokens: int = 0  # computed beside generation
+
+
+class Engine:
+    """Requests come in by `submit` at any time between steps; `step` runs one and returns what it gave."""
+
+    def __init__(self, runner: StepRunner, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.scheduler, self.stats, self.runner = scheduler, EngineStats(), runner
+        self._clock = clock
+        self._most_prompt_tokens = scheduler.limits.prompt_tokens
+        self._pace = _PromptPace(self._most_prompt_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, tokens: Sequence[int], params: SamplingParams, num_prompt: int | None = None) -> Running:
+        """Queue a request; RequestError if it can never run. With `num_prompt`, the tokens after so many are the answer so far, which goes on as it
+        would have, if the request has a seed."""
+        seed = params.seed if params.seed is not None else random.getrandbits(63)
+        return self.scheduler.add(tokens, params, seed, num_prompt)
+
+    def cancel(self, sequence: Running) -> bool:
+        return self.scheduler.cancel(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """Run one step, if there is anything to do."""
+        step = self.scheduler.next_step(self._pace.prompt_tokens)
+        if not step.chunks and not step.ended:
+            return []
+        sequences = {sequence.id: sequence for sequence in self.scheduler.running}
+        rows = [self._row(sequences[chunk.sequence]) for chunk in step.chunks if chunk.wants_logits]
+        before = self._clock()
+        logits = self.runner.run(step)
+        sampled = sample(logits, rows) if rows else []
+        self._count(step, self._clock() - before)
+        return self.scheduler.finish_step(step, [(s.token, s.logprobs) for s in sampled])
+
+    def facts(self) -> dict[str, float]:
+        """Counters and gauges, for metrics."""
+        pool, scheduler = self.scheduler.pool, self.scheduler
+        return {
+            **vars(self.stats), "running": len(scheduler.running), "waiting": len(scheduler.waiting), "preemptions": scheduler.preemptions,
+            "reused_tokens": pool.reused_tokens, "kv_used": pool.used / max(pool.count, 1), "step_prompt_tokens": self._pace.prompt_tokens,
+        }  # fmt: skip
+
+    def drain(self) -> Iterator[TokenEvent]:
+        """Run until nothing is left."""
+        while self.has_work:
+            yield from self.step()
+
+    def _row(self, sequence: Running) -> SampleRow:
+        return SampleRow(sequence.params, sequence.seed, len(sequence.tokens), sequence.tokens, sequence.num_prompt)
+
+    def _count(self, step: Step, seconds: float) -> None:
+        decoding = sum(len(chunk.tokens) == 1 and chunk.wants_logits for chunk in step.chunks)
+        stats, prompt_tokens = self.stats, step.num_tokens - decoding
+        stats.steps += 1
+        stats.prompt_tokens += prompt_tokens
+        stats.generated_tokens += sum(chunk.wants_logits for chunk in step.chunks)
+        if decoding:
+            stats.decode_s += seconds
+            stats.decoded_tokens += decoding
+            stats.mixed_prompt_tokens += prompt_tokens
+            self._pace.note(decoding, prompt_tokens, seconds)
+        elif step.chunks:
+            stats.prompt_s += seconds
+
+
+class _PromptPace:
+    """How many tokens of prompts a step takes beside sequences that generate, so that these do not wait much longer for their next token: found from
+    how long steps take with and without."""
+
+    def __init__(self, most: int) -> None:
+        self.prompt_tokens, self._most = most, most
+        self._decode_s = 0.0  # of a step without prompts, lately
+
+    def note(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+        if not prompt_tokens:
+            self._decode_s = seconds if not self._decode_s else 0.8 * self._decode_s + 0.2 * seconds
+        elif self._decode_s:
+            room = (_SLOWDOWN - 1.0) * self._decode_s
+            extra = max(seconds - self._decode_s, 1e-6)
+            fitting = int(prompt_tokens * room / extra)
+            self.prompt_tokens = min(max(fitting, _MIN_PROMPT_TOKENS, self.prompt_tokens // 2), self._most, 2 * self.prompt_tokens)

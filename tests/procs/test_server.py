@@ -1,0 +1,299 @@
+"""The server, as a user starts it: OpenAI's own client, streams, errors, replicas that die, clients that go away or send what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+_READY_S = 120.0
+
+
+@dataclass
+class Served:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def request(
+        self, path: str, body: Any = None, *, headers: dict[str, str] | None = None, raw: bytes | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """(status, JSON or text, headers)."""
+        data = raw if raw is not None else json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
+        try:
+            with urllib.request.urlopen(request, timeout=240) as answer:
+                status, text, found = answer.status, answer.read().decode(), dict(answer.headers)
+        except urllib.error.HTTPError as error:
+            status, text, found = error.code, error.read().decode(), dict(error.headers)
+        return status, json.loads(text) if text.startswith("{") else text, {key.lower(): value for key, value in found.items()}
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def ranks(self) -> list[int]:
+        """Processes of replicas: the children of the server's fork servers."""
+        children = lambda pid: [int(p) for p in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()]  # noqa: E731
+        return [rank for fork_server in children(self.process.pid) for rank in children(fork_server)]
+
+    def metric(self, name: str) -> float:
+        text = self.request("/metrics")[1]
+        return sum(float(value) for value in re.findall(rf"^meshwright_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if self.metric("sequences_running") == self.metric("sequences_waiting") == self.metric("kv_memory_used_ratio") == 0:
+                return
+            time.sleep(0.2)
+        raise AssertionError("requests are still under way")
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """Start servers; they end with the module."""
+    started: list[Served] = []
+
+    def start(*arguments: str) -> Served:
+        folder = tmp_path_factory.mktemp("served")
+        log = folder / "log"
+        command = [sys.executable, "-m", "meshwright.cli.main", "serve", *arguments, "--port", "0", "--json", "--log", str(log)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=(folder / "err").open("w"), text=True, env=env)
+        assert process.stdout is not None
+        first: list[str] = []
+        reader = threading.Thread(target=lambda: first.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+        reader.start()
+        reader.join(_READY_S)
+        if not first or not first[0]:
+            process.kill()
+            raise AssertionError((folder / "err").read_text())
+        started.append(Served(process, json.loads(first[0])["url"], log))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.process.terminate()
+    for server in started:
+        server.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Served]) -> Served:
+    return serve("llama-tiny", "--replicas", "2", "--set", "context=512", "--set", "sequences=4", "--set", "max_waiting=8")
+
+
+def complete(server: Served, prompt: str = "def ", **options: Any) -> Any:
+    return server.client.completions.create(**{"model": "llama-tiny", "prompt": prompt, "max_tokens": 20, "temperature": 0, **options})
+
+
+# -- OpenAI's client --
+
+
+def test_completions_whole_and_streamed_are_the_same(server: Served) -> None:
+    whole = complete(server)
+    chunks = list(complete(server, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert whole.choices[0].finish_reason == "length" and whole.usage.completion_tokens == 20 and whole.usage.prompt_tokens == 4
+    assert chunks[-1].usage.completion_tokens == 20 and not chunks[-1].choices
+
+
+def test_several_prompts_and_answers(server: Served) -> None:
+    found = complete(server, ["one", "two"], n=2, temperature=1.0, seed=4, echo=True)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3] and found.usage.completion_tokens == 80
+    assert [choice.text[:3] for choice in found.choices] == ["one", "one", "two", "two"]
+    assert found.choices[0].text != found.choices[1].text
+    again = complete(server, ["one", "two"], n=2, temperature=1.0, seed=4, echo=True)
+    assert [c.text for c in again.choices] == [c.text for c in found.choices]
+    tokens = complete(server, [list(b"one")], temperature=0)
+    assert tokens.choices[0].text == complete(server, "one").choices[0].text
+
+
+def test_logprobs(server: Served) -> None:
+    found = complete(server, logprobs=3).choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == 20 and all(p <= 0 for p in found.token_logprobs)
+    assert all(max(top.values()) == pytest.approx(p) for top, p in zip(found.top_logprobs, found.token_logprobs, strict=True))  # greedy
+
+
+def test_stop_texts(server: Served) -> None:
+    text = complete(server).choices[0].text
+    stop = text[6:8]
+    found = complete(server, stop=[stop])
+    assert found.choices[0].text == text[: text.index(stop)] and found.choices[0].finish_reason == "stop"
+    assert found.usage.completion_tokens < 20
+    server.wait_until_idle()
+
+
+def test_errors_are_those_that_the_client_knows(server: Served) -> None:
+    for error, options in (
+        (openai.NotFoundError, {"model": "gpt-9"}), (openai.BadRequestError, {"max_tokens": -1}), (openai.BadRequestError, {"prompt": "x" * 600}),
+        (openai.BadRequestError, {"prompt": []}), (openai.BadRequestError, {"extra_body": {"colour": "red"}}),
+        (openai.BadRequestError, {"stream": True, "prompt": "x" * 600}),
+    ):  # fmt: skip
+        with pytest.raises(error) as raised:
+            complete(server, **options)
+        assert raised.value.body["message"]  # type: ignore[index]
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        server.client.chat.completions.create(model="llama-tiny", messages=[{"role": "user", "content": "hi"}])
+    with pytest.raises(openai.BadRequestError, match="tools are not supported"):
+        server.client.chat.completions.create(
+            model="llama-tiny", messages=[{"role": "user", "content": "hi"}], tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    assert server.client.models.list().data[0].id == "llama-tiny"
+
+
+# -- bodies --
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"", 400), (b"{", 400), (b"[]", 400), (b"null", 400), (b"\xff\xfe", 400), (b'{"prompt": NaN}', 400), (b'{"prompt": 1e999}', 400),
+        (b"[" * 200_000, 400), (b'{"prompt": "' + b"x" * 5_000_000 + b'"}', 413), (b'{"prompt": "a", "temperature": Infinity}', 400),
+    ],
+)  # fmt: skip
+def test_broken_bodies_are_refused(server: Served, raw: bytes, status: int) -> None:
+    found, body, _ = server.request("/v1/completions", raw=raw)
+    assert (found, "error" in body) == (status, True)
+    assert "Traceback" not in json.dumps(body)
+
+
+def test_compressed_bodies_and_unknown_paths_are_refused(server: Served) -> None:
+    assert server.request("/v1/completions", raw=b"x", headers={"content-encoding": "gzip"})[0] == 415
+    assert server.request("/v1/nothing")[0] == 404 and server.request("/v1/completions")[0] == 405
+
+
+# -- load --
+
+
+def test_too_many_requests_are_told_to_come_again(server: Served) -> None:
+    """Two replicas of four sequences, and eight that wait."""
+    given = {"prompt": "x", "max_tokens": 30, "ignore_end": True}
+    status, body, headers = server.request("/v1/completions", {**given, "n": 17})
+    assert status == 429 and int(headers["retry-after"]) >= 1 and "too many" in body["error"]["message"]
+    assert server.request("/v1/completions", {**given, "n": 16})[1]["usage"]["completion_tokens"] == 16 * 30
+    server.wait_until_idle()
+
+
+def test_a_client_that_goes_away_frees_its_place(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for stream in (True, False):
+        body = json.dumps({"prompt": "x", "max_tokens": 450, "n": 16, "ignore_end": True, "stream": stream}).encode()
+        with socket.create_connection((host, int(port))) as peer:
+            peer.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            time.sleep(0.3)
+        server.wait_until_idle()
+    lines = [line for line in server.lines if line.get("path") == "/v1/completions"][-2:]
+    assert all(line.get("answer_tokens", 0) < 16 * 450 for line in lines)
+
+
+def test_slow_connections_do_not_hold_up_others(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+
+    async def hold() -> float:
+        peers = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
+        for _, writer in peers:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        start = time.monotonic()
+        text = await asyncio.to_thread(lambda: complete(server, max_tokens=5).choices[0].text)
+        took = time.monotonic() - start
+        for _, writer in peers:
+            writer.close()
+        assert text
+        return took
+
+    assert asyncio.run(hold()) < 30
+
+
+# -- replicas --
+
+
+def test_a_replica_that_is_killed_is_replaced_and_its_requests_are_answered(server: Served) -> None:
+    expected = [complete(server, f"number {i}", max_tokens=120, temperature=0.8, seed=i).choices[0].text for i in range(6)]
+    restarts = server.metric("replica_restarts_total")
+    found: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        chunks = complete(server, f"number {i}", max_tokens=120, temperature=0.8, seed=i, stream=True)
+        found[i] = "".join(c.choices[0].text for c in chunks)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.15)
+    os.kill(server.ranks()[0], signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == expected
+    deadline = time.monotonic() + 60
+    while server.metric("replica_restarts_total") == restarts and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert server.metric("replica_ready") == 2
+
+
+# -- status --
+
+
+def test_health_metrics_and_the_page(server: Served) -> None:
+    assert server.request("/health")[:2] == (200, {"status": "ok"}) and server.request("/ready")[0] == 200
+    assert server.metric("answer_tokens_total") > 0 and server.metric("requests_total") > 0
+    plan = server.request("/v1/plan")[1]
+    assert plan["model"] == "llama-tiny" and plan["decoding"] == "packed" and len(plan["replicas"]) == 2
+    status, page, _ = server.request("/")
+    assert status == 200 and "<title>" in page and "http://" not in page and "https://" not in page  # nothing from elsewhere
+    assert "/v1/completions" in server.request("/openapi.json")[1]["paths"]
+
+
+def test_every_request_is_one_line_of_the_log(server: Served) -> None:
+    complete(server)
+    line = next(line for line in reversed(server.lines) if line.get("path") == "/v1/completions")
+    assert line["status"] == 200 and line["prompt_tokens"] == 4 and line["answer_tokens"] == 20 and line["seconds"] >= line["first_token_s"]
+
+
+def test_a_key_is_demanded_of_those_who_listen_wider(serve: Callable[..., Served], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwright.cli.main", "serve", "gpt-tiny", "--port", "0", "--host", "0.0.0.0"]
+    refused = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert refused.returncode == 2 and "--api-key" in refused.stderr
+    keyed = serve("gpt-tiny", "--api-key", "s3cret")
+    assert keyed.request("/v1/models")[0] == 401 and keyed.request("/v1/models", headers={"authorization": "Bearer wrong"})[0] == 401
+    assert keyed.request("/v1/models", headers={"authorization": "Bearer s3cret"})[0] == 200
+    assert keyed.request("/health")[0] == 200
+
+
+def test_a_server_that_is_told_to_stop_answers_what_it_has(serve: Callable[..., Served]) -> None:
+    stopping = serve("llama-tiny", "--set", "context=512")
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(complete(stopping, max_tokens=300, extra_body={"ignore_end": True})))
+    thread.start()
+    time.sleep(0.3)
+    ranks = stopping.ranks()
+    stopping.process.terminate()
+    thread.join(60)
+    assert found and found[0].usage.completion_tokens == 300
+    assert stopping.process.wait(60) == 143
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

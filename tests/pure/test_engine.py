@@ -1,0 +1,188 @@
+"""The engine gives what transformers generates, for requests alone or together, that come and go, in pages or not, with little memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import serve_models
+
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.execute.apply import AppliedPlan, apply
+from meshwright.serve.decoder_check import choose_decoder
+from meshwright.serve.decoders import RecomputeDecoder
+from meshwright.serve.engine import Engine
+from meshwright.serve.page_pool import PagePool
+from meshwright.serve.requests import SamplingParams, TokenEvent
+from meshwright.serve.scheduler import Limits, Scheduler
+from meshwright.serve.steps import Chunk, Step
+from meshwright.zoo.gpt import GPT, GPT_CONFIGS
+from meshwright.zoo.llama import LLAMA_CONFIGS, Llama
+
+CPU = torch.device("cpu")
+_loaded: dict[str, Any] = {}
+_decoders: dict[int, Any] = {}  # by model: the last one, which has its attention
+
+
+def applied(model: Any) -> AppliedPlan:
+    return apply(Plan("test", 1, Mesh()), model, None)
+
+
+def family(name: str) -> tuple[Any, Any]:
+    """A model, and a copy of it for the engine, which takes its attention."""
+    if name not in _loaded:
+        _loaded[name] = serve_models.build(name), applied(serve_models.build(name))
+    return _loaded[name]
+
+
+class Runner:
+    def __init__(self, decoder: Any) -> None:
+        self.run = decoder.forward
+
+
+def make_engine(plan: AppliedPlan, pages: int = 64, page_tokens: int = 4, **limits: Any) -> Engine:
+    if id(plan) in _decoders:
+        _decoders.pop(id(plan)).close()
+    with torch.inference_mode():
+        decoder = _decoders[id(plan)] = choose_decoder(plan, serve_models.VOCABULARY, page_tokens, CPU).decoder
+    if decoder.memory is not None:
+        decoder.memory.allocate(pages)
+    pool = PagePool(pages, page_tokens, shares=decoder.memory is not None)
+    scheduler = Scheduler(pool, Limits(**{"context": 100, **limits}), (), splits_prompts=decoder.splits_prompts)
+    return Engine(Runner(decoder), scheduler)  # type: ignore[arg-type]
+
+
+def answers(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    found = {engine.submit(prompt, SamplingParams(**{"ignore_end": True, **params})).id: list[int]() for prompt in prompts}
+    for event in engine.drain():
+        found[event.request].append(event.token)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", serve_models.FAMILIES)
+def test_families_generate_what_transformers_does(name: str) -> None:
+    model, plan = family(name)
+    prompts = serve_models.prompts(5)
+    expected = [serve_models.greedy(model, prompt, 12) for prompt in prompts]
+    assert answers(make_engine(plan), prompts, max_tokens=12) == expected
+    assert len({tuple(answer) for answer in expected}) > 1
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+def test_the_zoo_generates_what_it_computes_without_a_cache(name: str) -> None:
+    torch.manual_seed(0)
+    model = (Llama(LLAMA_CONFIGS[name]) if name in LLAMA_CONFIGS else GPT(GPT_CONFIGS[name])).eval()
+    prompts = serve_models.prompts(4)
+    plain = RecomputeDecoder(model, CPU)
+    engine = Engine(Runner(plain), Scheduler(PagePool(64, 4, shares=False), Limits(60), ()))  # type: ignore[arg-type]
+    assert answers(make_engine(applied(model)), prompts, max_tokens=10) == answers(engine, prompts, max_tokens=10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**9), page_tokens=st.sampled_from([1, 3, 4, 100]), step_tokens=st.integers(4, 40), max_sequences=st.integers(1, 6),
+    name=st.sampled_from(["llama", "gemma2", "gpt2"]), pages=st.integers(12, 40),
+)  # fmt: skip
+def test_requests_that_come_and_go_get_what_they_get_alone(
+    seed: int, page_tokens: int, step_tokens: int, max_sequences: int, name: str, pages: int
+) -> None:
+    """Sampled and greedy, cancelled on the way, with memory that does not hold all of them."""
+    draw = random.Random(seed)
+    _, plan = family(name)
+    pages = max(-(-pages * 4 // page_tokens), 2)
+    busy = make_engine(plan, pages, page_tokens, step_tokens=step_tokens, prompt_tokens=step_tokens, max_sequences=max_sequences, context=40)
+    prompts = serve_models.prompts(4, seed % 1000, longest=20)
+    requests: dict[int, tuple[list[int], SamplingParams, Any]] = {}
+    found: dict[int, list[int]] = {}
+    cancelled = set()
+    todo = draw.randrange(3, 9)
+    while todo or busy.has_work:
+        if todo and draw.random() < 0.4:
+            todo -= 1
+            shared = draw.choice(prompts)
+            prompt = [*shared, *(draw.randrange(3, 90) for _ in range(draw.randrange(4)))]  # prompts that begin alike
+            params = SamplingParams(
+                max_tokens=draw.randrange(1, 15), ignore_end=True, temperature=draw.choice([0.0, 0.9]), seed=draw.randrange(99), top_k=9
+            )
+            sequence = busy.submit(prompt, params)
+            requests[sequence.id], found[sequence.id] = (prompt, params, sequence), []
+        if requests and draw.random() < 0.05:
+            chosen = draw.choice(list(requests))
+            if busy.cancel(requests[chosen][2]):
+                cancelled.add(chosen)
+        for event in busy.step():
+            found[event.request].append(event.token)
+    assert busy.scheduler.pool.used == 0
+    quiet = make_engine(plan, context=40)
+    for number, (prompt, params, _) in requests.items():
+        quiet.scheduler.pool.forget_all()
+        quiet.submit(prompt, params)
+        alone = [event.token for event in quiet.drain()]
+        assert found[number] == (alone[: len(found[number])] if number in cancelled else alone)
+
+
+def test_prompts_that_begin_alike_are_computed_once() -> None:
+    _, plan = family("llama")
+    engine = make_engine(plan)
+    first, second = serve_models.prompts(1, longest=30)[0] * 3, [5, 6, 7]
+    answers(engine, [first], max_tokens=2)
+    computed = engine.stats.prompt_tokens
+    answers(engine, [[*first, *second]], max_tokens=2)
+    assert engine.stats.prompt_tokens - computed < len(second) + 2 * 4
+
+
+def test_sequences_that_do_not_fit_wait_for_those_that_do() -> None:
+    """The youngest gives its pages back, and goes on later."""
+    model, plan = family("llama")
+    prompts = serve_models.prompts(6, longest=10)
+    engine = make_engine(plan, pages=12)
+    assert answers(engine, prompts, max_tokens=20) == [serve_models.greedy(model, prompt, 20) for prompt in prompts]
+    assert engine.scheduler.preemptions > 0
+
+
+def test_ends_of_answers() -> None:
+    _, plan = family("llama")
+    prompt = serve_models.prompts(1)[0]
+    (whole,) = answers(make_engine(plan), [prompt], max_tokens=10)
+
+    def run(engine: Engine, **params: Any) -> list[TokenEvent]:
+        engine.submit(prompt, SamplingParams(**params))
+        return list(engine.drain())
+
+    stopped = run(make_engine(plan), max_tokens=10, stop_tokens=(whole[3],))
+    cut = whole.index(whole[3]) + 1
+    assert [e.token for e in stopped] == whole[:cut] and stopped[-1].finish == "stop"
+    assert [e.finish for e in run(make_engine(plan), max_tokens=3)] == [None, None, "length"]
+    at_context = run(make_engine(plan, context=len(prompt) + 4), max_tokens=50)
+    assert len(at_context) == 4 and at_context[-1].finish == "length"
+
+
+def test_prompts_that_can_never_run_are_refused() -> None:
+    _, plan = family("llama")
+    engine = make_engine(plan, context=20)
+    for prompt, reason in (([], "no tokens"), (list(range(20)), "20 tokens, and prompt and answer together may have 20")):
+        with pytest.raises(RequestError, match=reason):
+            engine.submit(prompt, SamplingParams())
+
+
+def test_decode_goes_on_while_a_long_prompt_comes_in() -> None:
+    _, plan = family("llama")
+    engine = make_engine(plan, pages=80, step_tokens=64, prompt_tokens=8)
+    first = engine.submit([4, 5, 6], SamplingParams(max_tokens=30, ignore_end=True))
+    engine.step()
+    engine.submit(list(range(3, 63)), SamplingParams(max_tokens=1))
+    steps = []
+    while engine.has_work:
+        steps.append([event.request for event in engine.step()])
+    assert all(first.id in step for step in steps[:7]) and sum(len(step) for step in steps) == 30
+
+
+def test_steps_are_numbers_and_back() -> None:
+    step = Step((Chunk(3, 5, (1, 2), (7, 8)), Chunk(4, 0, (9,), (), False)), (1, 2))
+    assert Step.decode(step.encode()) == step and Step.decode(Step().encode()) == Step()
