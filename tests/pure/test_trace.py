@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import json
 import math
 import pickle
@@ -798,3 +799,18 @@ def test_caches_inside_static_methods_are_found() -> None:
         made = staticmethod(lambda size: cache(size))
 
     assert cache in _find_caches(Table())
+
+
+def test_a_library_that_is_imported_by_a_traced_constructor_still_initialises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a model is built from fakes, initialisation is skipped; what a library took from `torch.nn.init` then must work later."""
+    (tmp_path / "library_of_inits.py").write_text("from torch.nn import init\nnormal_ = init.normal_\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build() -> nn.Module:
+        importlib.import_module("library_of_inits")
+        return nn.Linear(4, 4)
+
+    trace_task(Task("imports", build, lambda model, batch: model(batch["x"]).mean(), {"x": Field((4,))}))
+    weight = torch.zeros(8)
+    importlib.import_module("library_of_inits").normal_(weight)
+    assert weight.abs().sum() > 0

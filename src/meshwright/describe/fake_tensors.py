@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,13 +58,24 @@ def cached_fake_model(task: Task) -> tuple[nn.Module, FakeTensorMode]:
 
 @contextmanager
 def _skip_initialization() -> Iterator[None]:
-    """Skip weight initialisation: fake tensors have no values, and it takes as long as the rest of a constructor."""
+    """Skip weight initialisation: fake tensors have no values, and it takes as long as the rest of a constructor. A library that is imported
+    meanwhile may keep what it finds in `torch.nn.init`, as transformers does, so what it finds works again afterwards."""
     originals = {name: getattr(init, name) for name in dir(init) if name.endswith("_") and not name.startswith("_")}
-    for name in originals:
-        setattr(init, name, lambda tensor, *_, **__: tensor)
+    is_skipping = True
+
+    def skippable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(function)
+        def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return tensor if is_skipping else function(tensor, *args, **kwargs)
+
+        return initialize
+
+    for name, function in originals.items():
+        setattr(init, name, skippable(function))
     try:
         yield
     finally:
+        is_skipping = False
         for name, function in originals.items():
             setattr(init, name, function)
 
