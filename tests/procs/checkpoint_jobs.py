@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -138,10 +139,11 @@ def killed_while_saving(rank: int, world: int, init_method: str, folder: str, ki
     session = Session(Plan("test", 1, Mesh()), network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
     found: list[int] = []
     for _ in range(kills):
+        save_s = _seconds_of_a_save(session, root.parent / f"{root.name}-timed")  # other work may begin or end on this machine
         pid = os.fork()
         if pid == 0:
             _save_for_ever(session, root)
-        time.sleep(draws.uniform(0.005, 0.08))
+        time.sleep(save_s * draws.uniform(0.2, 4.0))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         for step in saved_steps(root):
@@ -153,6 +155,14 @@ def killed_while_saving(rank: int, world: int, init_method: str, folder: str, ki
             assert all(bool((p == manifest.step).all()) for p in network.parameters()), "values of another step"
             found.append(manifest.step)
     return {"kills": kills, "steps": found, "left": sorted(path.name for path in root.iterdir())}
+
+
+def _seconds_of_a_save(session: Session, root: Path) -> float:
+    saver, started = CheckpointSaver(session.applied, root, {}, lambda steps: steps), time.perf_counter()
+    saver.save(describe_session(session, {}))
+    saver.wait()
+    shutil.rmtree(root)
+    return time.perf_counter() - started
 
 
 def _save_for_ever(session: Session, root: Path) -> None:

@@ -13,6 +13,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.serialization import to_data
 from meshwright.core.serve_policy import ServePolicy
 from meshwright.describe.discover import discover
+from meshwright.plan import InferenceConstraints
 from meshwright.serve.model_source import ModelSource
 from meshwright.serve.serve_plan import make_serve_plan
 from tests import serve_models
@@ -41,7 +42,7 @@ def folders(ground: Path) -> Callable[..., tuple[Path, list[list[int]]]]:
 def run(pool: Any, folder: Path, mesh: str, page_tokens: int = 4, **params: Any) -> list[dict[str, Any]]:
     source = ModelSource("test", f"hf:{folder}", weights=str(folder))
     chosen = Mesh.parse(mesh)
-    plan = make_serve_plan(source.load_task(seq=16), chosen, discover({}, ranks=chosen.size), "fp32", ServePolicy(64, 4, page_tokens))
+    plan = make_serve_plan(source.load_task(seq=16), chosen, discover({}, ranks=chosen.size), ServePolicy(64, 4, page_tokens), InferenceConstraints())
     given = {"max_tokens": _NUM_TOKENS, **params}
     return pool.run(  # type: ignore[no-any-return]
         "procs.serve_jobs:answer", world=chosen.size, source=to_data(source), plan=to_data(plan), prompts=_PROMPTS, params=given
@@ -105,7 +106,7 @@ def test_collectives_are_in_the_compiled_graph(pool: Any, folders: Any, measured
     """The whole cut model is one graph, and the ledger counts the same calls by the same names, forward and backward."""
     folder, _ = folders(name)
     source = ModelSource("test", f"hf:{folder}", weights=str(folder))
-    plan = make_serve_plan(source.load_task(seq=16), Mesh.parse("tp=2"), discover({}, ranks=2), "fp32", ServePolicy(64, 4))
+    plan = make_serve_plan(source.load_task(seq=16), Mesh.parse("tp=2"), discover({}, ranks=2), ServePolicy(64, 4), InferenceConstraints())
     given = replace(plan, compile="model")
     for rank in pool.run("procs.serve_jobs:compiled", world=2, source=to_data(source), plan=to_data(given), prompts=_PROMPTS):
         assert rank["same_calls"] and rank["calls"] > 6 and rank["same_parameters"]

@@ -103,7 +103,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Served]) -> Served:
-    return serve("llama-tiny", "--replicas", "2", "--set", "context=512", "--set", "sequences=4", "--set", "max_waiting=8")
+    return serve("llama-tiny", "--replicas", "2", "--set", "context=512", "--set", "batch=8", "--set", "max_waiting=8")
 
 
 def complete(server: Served, prompt: str = "def ", **options: Any) -> Any:

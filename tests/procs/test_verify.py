@@ -91,12 +91,12 @@ def test_a_wrong_plan_without_an_alternative_is_refused(pool: Any) -> None:
 # -- models that do not fit beside themselves --
 
 TRUNCATED = [
-    ("dp=2", {}, 3.0, {"blocks.0": range(2, 8)}),
-    ("dp=2", {}, 1.2, {"blocks.0": range(1, 8)}),
-    ("shard=2", {"zero": 3}, 3.0, {"blocks.0": range(2, 8)}),
-    ("tp=2", {"sequence": False}, 3.0, {"blocks.0": range(2, 8)}),
-    ("tp=2", {"sequence": True}, 3.0, {"blocks.1": range(3, 8)}),  # block 0 splits the sequence
-    ("pp=2", {"micro_batches": 2}, 3.0, {"blocks.0": range(1, 3), "blocks.4": range(6, 8)}),  # stages meet between blocks 3 and 4
+    ("dp=2", {}, 5.3, {"blocks.0": range(2, 8)}),
+    ("dp=2", {}, 2.1, {"blocks.0": range(1, 8)}),
+    ("shard=2", {"zero": 3}, 5.3, {"blocks.0": range(2, 8)}),
+    ("tp=2", {"sequence": False}, 5.3, {"blocks.0": range(2, 8)}),
+    ("tp=2", {"sequence": True}, 5.3, {"blocks.1": range(3, 8)}),  # block 0 splits the sequence
+    ("pp=2", {"micro_batches": 2}, 5.3, {"blocks.0": range(1, 3), "blocks.4": range(6, 8)}),  # stages meet between blocks 3 and 4
 ]
 
 
@@ -107,13 +107,13 @@ def test_equal_blocks_stand_for_others_where_the_model_does_not_fit(pool: Any, m
         assert (found.verdict, found.reason) == ("equal", "")
         assert found.stands_for == {kept: tuple(f"blocks.{i}" for i in left_out) for kept, left_out in stands_for.items()}
         assert not any(c.name.startswith("blocks.7.") for c in found.comparisons if c.quantity == "gradient")
-    whole = pool.run(job, world=2, mesh=mesh, copies=5.0, **constraints)[0]
+    whole = pool.run(job, world=2, mesh=mesh, copies=9.0, **constraints)[0]
     assert whole.verdict == "equal" and not whole.stands_for and "blocks.7.up.weight" in {c.name for c in whole.comparisons}
 
 
 def test_fewer_blocks_show_a_wrong_plan_and_where_none_fit_it_is_said(pool: Any) -> None:
     job = "procs.verify_jobs:verify_deep"
-    wrong = pool.run(job, world=2, mesh="tp=2", copies=3.0, sequence=False, bug="every second reduction missing")[0]
+    wrong = pool.run(job, world=2, mesh="tp=2", copies=5.3, sequence=False, bug="every second reduction missing")[0]
     assert wrong.verdict == "wrong" and wrong.stands_for
     none = pool.run(job, world=2, mesh="dp=2", copies=0.1)[1]
     assert none.verdict == "not verified" and "are free, with 7 blocks left out" in none.reason
@@ -128,7 +128,7 @@ def test_copies_are_freed_before_training(pool: Any, mesh: str, constraints: Any
 def test_a_plan_that_was_made_by_hand_is_verified_with_fewer_blocks(pool: Any) -> None:
     memory = MemoryPolicy(3, tuple(f"blocks.{i}" for i in range(8)))
     plan = to_data(Plan("deep", 8, Mesh(shard=2), memory=memory))
-    found, _ = pool.run("procs.verify_jobs:verify_on", world=2, plan=plan, device="cpu", copies=1.2)[0]
+    found, _ = pool.run("procs.verify_jobs:verify_on", world=2, plan=plan, device="cpu", copies=2.1)[0]
     assert found.verdict == "equal" and found.describe_left_out().endswith("blocks.0 stood for blocks.1 … blocks.7 (7 equal blocks)")
 
 

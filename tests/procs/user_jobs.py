@@ -107,7 +107,7 @@ def uneven_batches(
         session = Session(told, network, make_optimizer("sgd", network), clip=0.5)
         looks: list[int] = []
         if session.applied.pipeline is not None:
-            session.applied.pipeline._infer_shapes = _counting(session.applied.pipeline._infer_shapes, looks)  # type: ignore[method-assign]
+            session.applied.pipeline.infer_shapes = _counting(session.applied.pipeline.infer_shapes, looks)  # type: ignore[method-assign]
 
         def batches(sizes: list[int], pieces: int | None = None) -> RankLoader:
             made = [global_batch(model, size, size, torch.float64) for size in sizes]

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from meshwright.cli import options
 from meshwright.cli.console import log_progress, make_table, print_json, require_torch, stdout
-from meshwright.core.errors import RequestError
+from meshwright.cli.plan_inference import plan_inference
+from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.quantities import show_bytes, show_seconds
 from meshwright.core.serialization import to_data
 
@@ -41,15 +42,27 @@ def plan(
     settings: options.Set = None,
     as_json: options.Json = False,
 ) -> None:
-    """Rank the possible plans for training a model on this machine or another cluster by estimated step time, and explain the choice.
+    """Rank the possible plans for a model on this machine or another cluster by estimated time, and explain the choice: plans for training or, with
+    kind=serve, for answering prompts.
 
     Examples:
       meshwright plan gpt2-124m --global-batch 8 -o plan.json
       meshwright plan gpt-mini --mesh tp=2 --ledger
       meshwright plan cosmoflow-tiny --mesh cp=4
       meshwright plan gpt2-124m --cluster dgx-h100:2 --mesh dp=8,tp=2 --global-batch 64
+      meshwright plan llama3-8b --cluster dgx-h100 --set kind=serve --set batch=32 --set context=4096
     """
     require_torch()
+    if (kind := _setting(settings or [], "kind")) is not None:
+        settings = [text for text in settings or [] if not text.startswith("kind=")]
+        if kind == "serve":
+            refused = {"--global-batch": global_batch, "--seq": seq, "--devices": devices, "--ledger": ledger or None}
+            if given := [flag for flag, value in refused.items() if value is not None]:
+                raise RequestError(f"{given[0]} is for training, and kind=serve plans for inference: leave it out (--set batch=, --set context=)")
+            plan_inference(model, settings, {"nproc": nproc, "mesh": mesh}, cluster or "here", output, max_rows, as_json)
+            return
+        if kind != "train":
+            raise unknown_name_error("kind", kind, ("train", "serve"), "--set")
     from meshwright.observe.wording import describe_context_parallel
     from meshwright.orchestrate import Orchestrator
     from meshwright.schedule import plan_ledger
@@ -90,6 +103,10 @@ def plan(
         stdout.print(_ledger_table(ledger_lines))
     if output is not None:
         stdout.print(f"written to {output}; run it with: meshwright train {model} --plan {output}", markup=False, soft_wrap=True)
+
+
+def _setting(settings: list[str], key: str) -> str | None:
+    return next((text.partition("=")[2] for text in settings if text.partition("=")[0] == key), None)
 
 
 def _scored_to_json(scored: ScoredPlan) -> dict[str, Any]:

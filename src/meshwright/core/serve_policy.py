@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from meshwright.core.errors import RequestError
 
 PAGE_TOKENS = 16
-_MAX_SEQUENCES, _MAX_CONTEXT = 65536, 100_000_000
+MAX_SEQUENCES, _MAX_CONTEXT = 65536, 100_000_000
 
 
 @dataclass(frozen=True)
 class ServePolicy:
-    """`context`: the most tokens of a sequence, prompt and answer together; 0 in plans for training. `sequences`: how many generate at once."""
+    """`context`: the most tokens of a sequence, prompt and answer together; 0 in plans for training. `sequences`: how many a replica generates at
+    once."""
 
     context: int = 0
     sequences: int = 0
     page_tokens: int = PAGE_TOKENS  # of one page of key-value memory
     kv_pages: int = 0  # of one rank; 0: as many as fit when the model is loaded
+    replicas: int = 1  # copies of the model, each on ranks of its own: the plan's mesh is that of one
 
     def __bool__(self) -> bool:
         return self.context > 0
@@ -26,8 +28,10 @@ class ServePolicy:
 def check_serve(policy: ServePolicy) -> None:
     if not policy:
         return
-    for name, value, most in (("context", policy.context, _MAX_CONTEXT), ("sequences", policy.sequences, _MAX_SEQUENCES)):
+    for name, value, most in (("context", policy.context, _MAX_CONTEXT), ("sequences", policy.sequences, MAX_SEQUENCES)):
         if not 1 <= value <= most:
             raise RequestError(f"plan: serve.{name}={value} must be from 1 to {most:,}")
+    if policy.replicas < 1:
+        raise RequestError(f"plan: serve.replicas={policy.replicas} must be at least 1")
     if not 1 <= policy.page_tokens <= _MAX_CONTEXT or policy.kv_pages < 0:
         raise RequestError(f"plan: serve.page_tokens={policy.page_tokens} must be at least 1, and kv_pages={policy.kv_pages} not negative")

@@ -31,11 +31,13 @@ class ComputeCost:
     compiled: bool = False
     fp8_layers: frozenset[str] = frozenset()  # layers whose matmuls run in fp8, where that is the precision
     fp8_cast_traffic: float | None = None  # overrides _FP8_CAST_TRAFFIC, where it was measured for these kernels
+    has_few_rows: bool = False  # matmuls of a few rows, as of next tokens: they stream the weights, whatever their FLOPs
 
     def memo(self, profile: ModelProfile) -> dict[tuple[int, str, bool], float]:
         """The profile's cache of layer times at these rates, shared by all plans."""
         rates = self.rates
-        settings = (rates.op_overhead_s, rates.async_dispatch, self.precision, self.compiled, self.fp8_layers, self.fp8_cast_traffic)
+        fp8 = self.fp8_layers, self.fp8_cast_traffic
+        settings = (rates.op_overhead_s, rates.async_dispatch, self.precision, self.compiled, *fp8, self.has_few_rows)
         return profile.memo.get_or_compute("priced", (rates.compute, rates.memory, rates.fixed), settings, dict[tuple[int, str, bool], float])
 
     def layer_seconds(
@@ -70,7 +72,8 @@ class ComputeCost:
         fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
-            rate = self._kernel_rate(kernel, precision, single_sample, conv)
+            few_rows = self.has_few_rows and kernel.kind == "matmul"
+            rate = self._peak_rate(precision) if few_rows else self._kernel_rate(kernel, precision, single_sample, conv)
             set_up = self.rates.fixed.get(conv.name, 0.0) if conv and not single_sample else 0.0
             arithmetic = kernel.flops / rate + set_up if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
@@ -79,6 +82,10 @@ class ComputeCost:
             arithmetic += (_FP8_CAST_TRAFFIC[self.compiled] if self.fp8_cast_traffic is None else self.fp8_cast_traffic) * kernel.bytes / bandwidth
         call = self.rates.op_overhead_s * (_FUSED_CALL_SHARE if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.async_dispatch else max(arithmetic, traffic) + call)
+
+    def _peak_rate(self, precision: str) -> float:
+        """The best FLOP/s of matmuls. Curves by FLOPs are of about square ones, where few FLOPs mean little to do at once."""
+        return max((rate for _, rate in self.rates.compute.get(f"matmul/{precision}", ())), default=0.0)
 
     def _kernel_rate(self, kernel: Kernel, precision: str, single_sample: bool, conv: ConvKernel | None) -> float:
         """FLOP/s of one call: for convolutions by their output channels, for batched matmuls by their FLOPs per byte, where measured that way

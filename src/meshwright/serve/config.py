@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.core.backends import Backend
 from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.inference import InferenceObjective
 from meshwright.core.serialization import read_json, show_json
 from meshwright.core.serve_policy import PAGE_TOKENS
 from meshwright.serve.requests import SamplingParams
@@ -27,12 +28,14 @@ class ServeConfig(BaseModel):
     model: str = Field("smollm2", description="a run, a checkpoint, a folder with config.json, *.gguf, a model of the zoo, or package.module:factory")
     random_init: bool = Field(False, description="random weights, whatever the folder has")
     plan: str = Field("auto", description="auto, or a plan.json for inference")
-    mesh: str | None = Field(None, description="ranks of one replica, like tp=2 or tp=2,pp=2")
+    mesh: str | None = Field(None, description="ranks of one replica, like tp=2 or tp=2,pp=2; dp=K: K replicas")
     nproc: int | None = Field(None, ge=1, le=65536, description="ranks of one replica, as tp")
     backend: Backend | None = Field(None, description="gloo or nccl, by device unless given")
     precision: ServePrecision = Field("auto", description="of weights and arithmetic; auto: bf16 on GPUs, fp32 on CPUs")
     context: int | None = Field(None, ge=2, le=10_000_000, description="most tokens of prompt and answer together; the model's own unless given")
-    sequences: int = Field(16, ge=1, le=65536, description="most answers that are generated at once")
+    batch: int = Field(16, ge=1, le=65536, description="most answers that are generated at once, over all replicas")
+    prompt: int | None = Field(None, ge=1, le=10_000_000, description="tokens of a usual prompt, to plan for; half of context unless given")
+    objective: InferenceObjective = Field("latency", description="what plans are ranked by: latency, throughput, or batch (the largest)")
     page_tokens: int = Field(
         PAGE_TOKENS, ge=1, le=1_000_000, description="tokens in a page of key-value memory; as many as context: one page a sequence"
     )
@@ -41,7 +44,7 @@ class ServeConfig(BaseModel):
     threads: int = Field(0, ge=0, le=4096, description="CPU threads of a rank; 0: its share of the cores")
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="of sampling; answers are then the same each time")
 
-    replicas: int = Field(1, ge=1, le=4096, description="copies of the model that a server has, each with ranks of its own")
+    replicas: int | None = Field(None, ge=1, le=4096, description="copies of the model that a server has, each with ranks of its own; 1 unless given")
     served_name: str = Field("", description="the model's name in requests; as it was given unless set")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests that wait for a place; further ones get 429")
     max_body_mb: float = Field(4.0, gt=0, le=4096, description="largest body of a request")

@@ -13,14 +13,14 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serve_policy import ServePolicy
-from meshwright.core.workload import Precision
 from meshwright.describe.discover import discover
 from meshwright.launch import ForkServer
+from meshwright.plan import check_inference_mesh, describe_plan
 from meshwright.serve.config import ServeConfig
 from meshwright.serve.model_source import ModelSource, describe_source, find_model
 from meshwright.serve.replica_client import LocalReplica, ReplicaClient, ReplicaProcesses
 from meshwright.serve.requests import FinishReason
-from meshwright.serve.serve_plan import check_serve_mesh, make_serve_plan, traced_length
+from meshwright.serve.serve_plan import make_constraints, make_serve_plan, requested_mesh, traced_length
 from meshwright.serve.text import TextCodec, TextStream, find_codec
 
 Say = Callable[[str], None]
@@ -63,35 +63,28 @@ def prepare_model(config: ServeConfig, run_dir: Path, environ: Mapping[str, str]
     source = find_model(config.model, run_dir, environ)
     if config.random_init:
         source = replace(source, weights="", checkpoint="")
-    mesh = serve_mesh(config)
-    cluster = discover(environ, ranks=mesh.size)
-    kind = cluster.devices[0].kind
-    precision: Precision = ("bf16" if kind == "cuda" else "fp32") if config.precision == "auto" else config.precision
-    policy = ServePolicy(config.context or 0, config.sequences, config.page_tokens, config.kv_pages)
+    mesh, replicas = requested_mesh(config)
+    mesh = mesh or Mesh()
+    cluster = discover(environ, ranks=mesh.size * (replicas or 1))
+    constraints = make_constraints(config, cluster.devices[0].kind)
     if config.plan != "auto":
         plan = Plan.load(Path(config.plan))
-        check_serve_mesh(plan.mesh)
-        plan = replace(plan, serve=plan.serve or policy)
+        check_inference_mesh(plan.mesh)
+        replicas = replicas or plan.serve.replicas
+        policy = plan.serve or _policy(config, replicas)
+        plan = replace(plan, serve=replace(policy, replicas=replicas), compile="model" if config.compile else plan.compile)
     else:
-        threads = config.threads or cluster.threads_per_rank(mesh.size) or 0
         task = source.load_task(seq=traced_length(source.load_task())) if mesh.size > 1 else source.load_task()
         if mesh.size > 1:
             say(f"planning {mesh} for {source.name}")
-        plan = make_serve_plan(task, mesh, cluster, precision, policy, config.backend or "", threads)
-    if config.compile:
-        plan = replace(plan, compile="model")
+        plan = make_serve_plan(task, mesh, cluster, _policy(config, replicas or 1), constraints)
     codec = find_codec(Path(source.tokenizer) if source.tokenizer else None, 256)
-    say(f"{source.name}: {describe_source(source)}; {plan.summary()}")
+    say(f"{source.name}: {describe_source(source)}; {describe_plan(plan)}")
     return PreparedModel(config, source, plan, cluster, codec)
 
 
-def serve_mesh(config: ServeConfig) -> Mesh:
-    """The ranks of one replica."""
-    mesh = Mesh.parse(config.mesh) if config.mesh is not None else Mesh(tp=(config.nproc or 1,)).canonical()
-    if config.mesh is not None and config.nproc not in (None, mesh.size):
-        raise RequestError(f"--nproc {config.nproc} and --mesh {config.mesh} ({mesh.size} ranks) disagree: change one of them")
-    check_serve_mesh(mesh)
-    return mesh
+def _policy(config: ServeConfig, replicas: int) -> ServePolicy:
+    return ServePolicy(config.context or 0, -(-config.batch // replicas), config.page_tokens, config.kv_pages, replicas)
 
 
 @contextmanager

