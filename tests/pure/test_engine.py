@@ -17,10 +17,12 @@ from meshwright.core.plan import Plan
 from meshwright.execute.apply import AppliedPlan, apply
 from meshwright.serve.decoder_check import choose_decoder
 from meshwright.serve.decoders import RecomputeDecoder
+from meshwright.serve.draft_model import DraftModel
 from meshwright.serve.engine import Engine
 from meshwright.serve.page_pool import PagePool
 from meshwright.serve.requests import SamplingParams, TokenEvent
-from meshwright.serve.scheduler import Limits, Scheduler
+from meshwright.serve.scheduler import Limits, Scheduler, Sequence
+from meshwright.serve.speculation import PromptLookup
 from meshwright.serve.steps import Chunk, Step
 from meshwright.zoo.gpt import GPT, GPT_CONFIGS
 from meshwright.zoo.llama import LLAMA_CONFIGS, Llama
@@ -46,7 +48,19 @@ class Runner:
         self.run = decoder.forward
 
 
-def make_engine(plan: AppliedPlan, pages: int = 64, page_tokens: int = 4, **limits: Any) -> Engine:
+def make_proposer(kind: str) -> Any:
+    """Guesses of the text itself, of the model that is guessed for, or of one whose guesses are wrong."""
+    if kind in ("none", "prompt"):
+        return PromptLookup() if kind == "prompt" else None
+    model = applied(serve_models.build("llama" if kind == "itself" else "mistral"))
+    with torch.inference_mode():
+        decoder = choose_decoder(model, serve_models.VOCABULARY, 4, CPU).decoder
+    assert decoder.memory is not None
+    decoder.memory.allocate(200)
+    return DraftModel(decoder, PagePool(200, 4, shares=False), 7)
+
+
+def make_engine(plan: AppliedPlan, pages: int = 64, page_tokens: int = 4, proposer: Any = None, guesses: int = 4, **limits: Any) -> Engine:
     if id(plan) in _decoders:
         _decoders.pop(id(plan)).close()
     with torch.inference_mode():
@@ -55,7 +69,7 @@ def make_engine(plan: AppliedPlan, pages: int = 64, page_tokens: int = 4, **limi
         decoder.memory.allocate(pages)
     pool = PagePool(pages, page_tokens, shares=decoder.memory is not None)
     scheduler = Scheduler(pool, Limits(**{"context": 100, **limits}), (), splits_prompts=decoder.splits_prompts)
-    return Engine(Runner(decoder), scheduler)  # type: ignore[arg-type]
+    return Engine(Runner(decoder), scheduler, proposer, guesses)  # type: ignore[arg-type]
 
 
 def answers(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
@@ -87,16 +101,17 @@ def test_the_zoo_generates_what_it_computes_without_a_cache(name: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**9), page_tokens=st.sampled_from([1, 3, 4, 100]), step_tokens=st.integers(4, 40), max_sequences=st.integers(1, 6),
-    name=st.sampled_from(["llama", "gemma2", "gpt2"]), pages=st.integers(12, 40),
+    name=st.sampled_from(["llama", "gemma2", "gpt2"]), pages=st.integers(12, 40), speculation=st.sampled_from(["none", "prompt", "itself", "wrong"]),
 )  # fmt: skip
 def test_requests_that_come_and_go_get_what_they_get_alone(
-    seed: int, page_tokens: int, step_tokens: int, max_sequences: int, name: str, pages: int
+    seed: int, page_tokens: int, step_tokens: int, max_sequences: int, name: str, pages: int, speculation: str
 ) -> None:
     """Sampled and greedy, cancelled on the way, with memory that does not hold all of them."""
     draw = random.Random(seed)
     _, plan = family(name)
     pages = max(-(-pages * 4 // page_tokens), 2)
-    busy = make_engine(plan, pages, page_tokens, step_tokens=step_tokens, prompt_tokens=step_tokens, max_sequences=max_sequences, context=40)
+    sizes = {"step_tokens": step_tokens, "prompt_tokens": step_tokens, "max_sequences": max_sequences, "context": 40}
+    busy = make_engine(plan, pages, page_tokens, make_proposer(speculation), draw.randrange(1, 6), **sizes)
     prompts = serve_models.prompts(4, seed % 1000, longest=20)
     requests: dict[int, tuple[list[int], SamplingParams, Any]] = {}
     found: dict[int, list[int]] = {}
@@ -183,6 +198,37 @@ def test_decode_goes_on_while_a_long_prompt_comes_in() -> None:
     assert all(first.id in step for step in steps[:7]) and sum(len(step) for step in steps) == 30
 
 
+@pytest.mark.parametrize("kind", ["prompt", "itself", "wrong"])
+def test_guesses_change_no_answer_and_save_steps_if_they_are_right(kind: str) -> None:
+    """Text that repeats itself is guessed from itself; the model itself guesses everything right; another one, almost nothing."""
+    model, plan = family("llama")
+    prompt = serve_models.prompts(1, longest=8)[0] * 4
+    expected = serve_models.greedy(model, prompt, 40)
+    engine = make_engine(plan, proposer=make_proposer(kind))
+    assert answers(engine, [prompt], max_tokens=40) == [expected]
+    stats = engine.stats
+    if kind == "itself":
+        assert stats.kept_guesses == stats.guessed_tokens > 25 and stats.steps < 15
+    elif kind == "wrong":
+        assert stats.kept_guesses < stats.guessed_tokens // 2 and stats.guessed_tokens < 40, "wrong guesses are given up"
+    assert stats.generated_tokens == 40 and engine.scheduler.pool.used == 0
+    sampled = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2, "max_tokens": 20}
+    assert answers(make_engine(plan, proposer=make_proposer(kind)), [prompt], **sampled) == answers(make_engine(plan), [prompt], **sampled)
+
+
+def test_guesses_from_the_text() -> None:
+    text = Sequence(1, [1, 2, 3, 4, 9, 1, 2, 3], 8, SamplingParams(), 0, 0.0)
+    lookup = PromptLookup()
+    assert lookup.propose([text], [3]) == {1: (4, 9, 1)}, "as it went on after 1 2 3"
+    assert PromptLookup().propose([text], [0]) == {}
+    text.tokens += [4, 7]
+    assert lookup.propose([text], [3]) == {}, "4 7 was never there"
+    for _ in range(20):
+        lookup.note(text, 3, 0)
+    text.tokens += [1, 2, 3]
+    assert lookup.propose([text], [3]) == {}, "guesses that are always wrong are paused"
+
+
 def test_steps_are_numbers_and_back() -> None:
-    step = Step((Chunk(3, 5, (1, 2), (7, 8)), Chunk(4, 0, (9,), (), False)), (1, 2))
+    step = Step((Chunk(3, 5, (1, 2), (7, 8)), Chunk(4, 0, (9,), (), 0)), (1, 2))
     assert Step.decode(step.encode()) == step and Step.decode(Step().encode()) == Step()

@@ -32,12 +32,13 @@ class ComputeCost:
     fp8_layers: frozenset[str] = frozenset()  # layers whose matmuls run in fp8, where that is the precision
     fp8_cast_traffic: float | None = None  # overrides _FP8_CAST_TRAFFIC, where it was measured for these kernels
     has_few_rows: bool = False  # matmuls of a few rows, as of next tokens: they stream the weights, whatever their FLOPs
+    weight_bytes: float = 1.0  # of those that such a matmul reads, the part that is left of quantized weights
 
     def memo(self, profile: ModelProfile) -> dict[tuple[int, str, bool], float]:
         """The profile's cache of layer times at these rates, shared by all plans."""
         rates = self.rates
         fp8 = self.fp8_layers, self.fp8_cast_traffic
-        settings = (rates.op_overhead_s, rates.async_dispatch, self.precision, self.compiled, *fp8, self.has_few_rows)
+        settings = (rates.op_overhead_s, rates.async_dispatch, self.precision, self.compiled, *fp8, self.has_few_rows, self.weight_bytes)
         return profile.memo.get_or_compute("priced", (rates.compute, rates.memory, rates.fixed), settings, dict[tuple[int, str, bool], float])
 
     def layer_seconds(
@@ -70,16 +71,18 @@ class ComputeCost:
 
     def _kernel_seconds(self, kernel: Kernel, precision: str, single_sample: bool = False, conv: ConvKernel | None = None) -> float:
         fused = self.compiled and kernel.kind in ("memory", "special")
-        arithmetic = 0.0
+        arithmetic, size = 0.0, kernel.bytes
+        if self.has_few_rows and kernel.kind == "matmul":
+            size *= self.weight_bytes
         if kernel.flops:
             few_rows = self.has_few_rows and kernel.kind == "matmul"
             rate = self._peak_rate(precision) if few_rows else self._kernel_rate(kernel, precision, single_sample, conv)
             set_up = self.rates.fixed.get(conv.name, 0.0) if conv and not single_sample else 0.0
             arithmetic = kernel.flops / rate + set_up if rate else 0.0
-        bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
-        traffic = kernel.bytes * (_FUSED_TRAFFIC_SHARE if fused else 1.0) / bandwidth if bandwidth else 0.0
+        bandwidth = interpolate(self.rates.memory, max(size, 1.0))
+        traffic = size * (_FUSED_TRAFFIC_SHARE if fused else 1.0) / bandwidth if bandwidth else 0.0
         if precision == "fp8" and kernel.kind == "matmul" and bandwidth:
-            arithmetic += (_FP8_CAST_TRAFFIC[self.compiled] if self.fp8_cast_traffic is None else self.fp8_cast_traffic) * kernel.bytes / bandwidth
+            arithmetic += (_FP8_CAST_TRAFFIC[self.compiled] if self.fp8_cast_traffic is None else self.fp8_cast_traffic) * size / bandwidth
         call = self.rates.op_overhead_s * (_FUSED_CALL_SHARE if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.async_dispatch else max(arithmetic, traffic) + call)
 

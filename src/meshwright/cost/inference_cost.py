@@ -13,7 +13,7 @@ from itertools import takewhile
 from meshwright.core.calibration import Calibration, Rates, interpolate
 from meshwright.core.cluster import Cluster
 from meshwright.core.inference import InferenceEstimate, InferenceLoad, InferenceModel, KVLayer
-from meshwright.core.model import LOSS_LAYER, ModelProfile
+from meshwright.core.model import LOSS_LAYER, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.quantities import show_bytes
 from meshwright.core.schedule import Action
@@ -36,9 +36,10 @@ def estimate_inference(plan: Plan, model: InferenceModel, load: InferenceLoad, c
     rank_class = find_rank_classes(plan, cluster, calibration)[0]
     rates = _graph_rates(calibration.rates_for(plan.world, rank_class.rates_label), plan)
     batch = plan.serve.sequences
-    compute = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
+    compute, item = ComputeCost(rates, plan.memory.precision, plan.compile != "none"), ITEM_BYTES[plan.memory.precision]
+    few_rows = replace(compute, has_few_rows=True, weight_bytes=1 / item if plan.serve.quantize != "none" else 1.0)
     prefill = _forward_seconds(plan, _prompt_profile(model), 1, cluster, compute)
-    decode = _forward_seconds(plan, model.token, batch, cluster, replace(compute, has_few_rows=True))
+    decode = _forward_seconds(plan, model.token, batch, cluster, few_rows)
     cache_s = _cache_seconds(plan, model, batch * load.mean_context, rates)
     sample_s = _sample_seconds(model, batch, rates)
     decode_s = decode.seconds + cache_s + sample_s
@@ -178,12 +179,18 @@ def _rank_memory(plan: Plan, model: InferenceModel, load: InferenceLoad, rates: 
     pages = plan.serve.sequences * -(-load.context // plan.serve.page_tokens)
     logits = _logit_bytes(model) * (_LOGIT_PASSES - 1) * plan.serve.sequences if pp_rank == plan.mesh.pp - 1 else 0.0
     kinds = {
-        "parameters": sum(t.bytes for t in local.tensors) + sum(b.bytes for b in local.buffers),
+        "parameters": sum(_stored_bytes(t, plan) for t in local.tensors) + sum(b.bytes for b in local.buffers),
         "cache": pages * plan.serve.page_tokens * token_bytes,
         "activations": int(live * tokens / model.prompt_tokens + logits),
         "framework": rates.base_bytes,
     }
     return _RankMemory(kinds, token_bytes)
+
+
+def _stored_bytes(tensor: TensorSpec, plan: Plan) -> int:
+    """Quantization leaves embeddings, which a model looks rows up in, and vectors as they are."""
+    quantized = plan.serve.quantize != "none" and len(tensor.shape) == 2 and "embed" not in tensor.name and "wte" not in tensor.name
+    return tensor.numel if quantized else tensor.bytes
 
 
 def _fitting(memory: _RankMemory, usable: int, context: int) -> int:

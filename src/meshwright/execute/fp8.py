@@ -75,7 +75,7 @@ class Fp8Matmul(torch.autograd.Function):
 
 def convert_to_fp8(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.bfloat16) -> Fp8Layers:
     """Convert the linear layers inside `units`, in place; arithmetic around them is in `dtype`. Call it before the model is sharded: a layer
-    reads its sizes when it is called, and has its matmul as `fp8_matmul` for code that reduces it over ranks."""
+    reads its sizes when it is called, and has its matmul as `own_matmul` for code that reduces it over ranks."""
     converted, skipped = [], {}
     modules = dict(model.named_modules())
     for unit in units:
@@ -100,7 +100,7 @@ def _unsupported_reason(weight: Any) -> str:
 def _convert_layer(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> None:
     """Patch a layer. If fp8 does not support a tensor-parallel shard's sizes or the number of rows, the matmul runs without fp8."""
 
-    def fp8_matmul(x: Tensor) -> Tensor:
+    def own_matmul(x: Tensor) -> Tensor:
         weight: Any = layer.weight
         weight = weight.t() if transposed else weight
         rows = x.numel() // x.shape[-1]
@@ -108,5 +108,5 @@ def _convert_layer(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> No
             return F.linear(x, weight)
         return Fp8Matmul.apply(x.to(dtype).reshape(rows, x.shape[-1]), weight).unflatten(0, x.shape[:-1])
 
-    layer.fp8_matmul = fp8_matmul  # type: ignore[assignment]
-    layer.forward = lambda x: add_bias(layer, fp8_matmul(x))
+    layer.own_matmul = own_matmul  # type: ignore[assignment]
+    layer.forward = lambda x: add_bias(layer, own_matmul(x))

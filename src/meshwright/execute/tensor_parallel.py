@@ -245,9 +245,10 @@ def _reduce_output(layer: nn.Module, matmul: TensorFn | None, reduce_fn: TensorF
 
 
 def _matmul_of(layer: nn.Module, runs_own_code: bool) -> TensorFn | None:
-    """The layer without its bias; None for a module that runs its own code, and returns a partial sum. An fp8 layer has its own as `fp8_matmul`."""
-    if "fp8_matmul" in vars(layer):
-        return layer.fp8_matmul  # type: ignore[return-value]
+    """The layer without its bias; None for a module that runs its own code, and returns a partial sum. Layers in fp8 or with quantized weights have
+    an `own_matmul`."""
+    if "own_matmul" in vars(layer):
+        return layer.own_matmul  # type: ignore[return-value]
     if runs_own_code:
         return None
     if isinstance(layer, nn.Linear):

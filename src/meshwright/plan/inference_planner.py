@@ -16,7 +16,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import CompileMode, MemoryPolicy, Plan, SyncPolicy
 from meshwright.core.routes import Route
-from meshwright.core.serve_policy import PAGE_TOKENS, ServePolicy
+from meshwright.core.serve_policy import PAGE_TOKENS, Quantization, ServePolicy
 from meshwright.core.workload import Precision
 from meshwright.cost.inference_cost import estimate_inference
 from meshwright.plan.objective import complexity_penalty
@@ -39,6 +39,7 @@ class InferenceConstraints:
     compile: CompileMode = "none"
     page_tokens: int = PAGE_TOKENS
     kv_pages: int = 0
+    quantize: Quantization = "none"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def rank_inference_plans(
     refused: list[str] = []
     for mesh, replicas in _candidates(len(cluster.devices), load, constraints):
         sequences = -(-load.batch // replicas)
-        policy = ServePolicy(load.context, sequences, constraints.page_tokens, constraints.kv_pages, replicas)
+        policy = ServePolicy(load.context, sequences, constraints.page_tokens, constraints.kv_pages, constraints.quantize, replicas=replicas)
         try:
             plan = make_inference_plan(model, mesh, cluster, policy, constraints)
         except RequestError as error:
@@ -98,6 +99,8 @@ def unsplit_plan(name: str, mesh: Mesh, cluster: Cluster, policy: ServePolicy, c
     """The plan of one replica, but for how the model is split over its ranks."""
     check_inference_mesh(mesh)
     kind = cluster.devices[0].kind
+    if policy.quantize == "fp8" and kind != "cuda":
+        raise RequestError("quantize=fp8 is for GPUs, since a CPU converts fp8 slowly: use quantize=int8")
     backend = constraints.backend or backend_for(kind)
     threads = constraints.threads or cluster.threads_per_rank(min(mesh.size * policy.replicas, len(cluster.devices))) or 0
     memory = MemoryPolicy(precision=constraints.precision)

@@ -14,7 +14,7 @@ from meshwright.core.backends import Backend
 from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.inference import InferenceObjective
 from meshwright.core.serialization import read_json, show_json
-from meshwright.core.serve_policy import PAGE_TOKENS
+from meshwright.core.serve_policy import PAGE_TOKENS, Quantization
 from meshwright.serve.requests import SamplingParams
 
 ServePrecision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
@@ -32,6 +32,9 @@ class ServeConfig(BaseModel):
     nproc: int | None = Field(None, ge=1, le=65536, description="ranks of one replica, as tp")
     backend: Backend | None = Field(None, description="gloo or nccl, by device unless given")
     precision: ServePrecision = Field("auto", description="of weights and arithmetic; auto: bf16 on GPUs, fp32 on CPUs")
+    quantize: Quantization = Field("none", description="weights of linear layers in 8 bits: int8 or, on GPUs, fp8; answers are not quite the same")
+    speculate: str = Field("none", description="guess the next tokens: none, prompt (as the text went on before), or a smaller model's name")
+    guesses: int = Field(4, ge=1, le=64, description="tokens that are guessed at once")
     context: int | None = Field(None, ge=2, le=10_000_000, description="most tokens of prompt and answer together; the model's own unless given")
     batch: int = Field(16, ge=1, le=65536, description="most answers that are generated at once, over all replicas")
     prompt: int | None = Field(None, ge=1, le=10_000_000, description="tokens of a usual prompt, to plan for; half of context unless given")

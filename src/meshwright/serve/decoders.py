@@ -31,7 +31,7 @@ _attention_names = itertools.count()
 
 class Decoder(Protocol):
     """Runs steps. `memory` has pages to allocate, if the decoder keeps keys and values in them. `splits_prompts`: a prompt may come in several
-    chunks, and a sequence may begin again with what it has generated."""
+    chunks, a sequence may begin again with what it has generated, and go back by some tokens."""
 
     @property
     def memory(self) -> KVMemory | None: ...
@@ -168,7 +168,7 @@ class CachedDecoder:
         for sequence in step.ended:
             self._caches.pop(sequence, None)
         found = [self._run(chunk) for chunk in step.chunks]
-        wanted = [logits for chunk, logits in zip(step.chunks, found, strict=True) if chunk.wants_logits]
+        wanted = [logits for chunk, logits in zip(step.chunks, found, strict=True) if chunk.num_logits]
         return torch.stack(wanted) if wanted else torch.empty(0)
 
     def close(self) -> None:
@@ -201,13 +201,13 @@ class RecomputeDecoder:
         by_length: dict[int, list[tuple[int, list[int]]]] = {}
         for place, chunk in enumerate(step.chunks):
             tokens = self._tokens[chunk.sequence] = [*self._tokens.get(chunk.sequence, ())[: chunk.start], *chunk.tokens]
-            if chunk.wants_logits:
+            if chunk.num_logits:
                 by_length.setdefault(len(tokens), []).append((place, tokens))
         found: dict[int, Tensor] = {}
         for group in by_length.values():  # sequences of one length are a batch
             logits = plain_logits(self._model, torch.tensor([tokens for _, tokens in group], device=self._device))
-            found.update((place, logits[i, -1]) for i, (place, _) in enumerate(group))
-        return torch.stack([found[place] for place in sorted(found)]) if found else torch.empty(0)
+            found.update((place, logits[i, -step.chunks[place].num_logits :]) for i, (place, _) in enumerate(group))
+        return torch.cat([found[place] for place in sorted(found)]) if found else torch.empty(0)
 
     def close(self) -> None:
         self._tokens.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,8 @@ from meshwright.serve.requests import SamplingParams, TokenEvent
 from meshwright.serve.sampler import SampleRow, sample
 from meshwright.serve.scheduler import Scheduler
 from meshwright.serve.scheduler import Sequence as Running
-from meshwright.serve.steps import Step
+from meshwright.serve.speculation import Proposer
+from meshwright.serve.steps import Chunk, Step
 
 _SLOWDOWN = 2.0  # how many times as long as without prompts a step may take beside sequences that generate
 _MIN_PROMPT_TOKENS = 16
@@ -39,14 +41,20 @@ class EngineStats:
     prompt_s: float = 0.0  # of steps without generation
     decode_s: float = 0.0  # of steps with it
     mixed_prompt_tokens: int = 0  # computed beside generation
+    guessed_tokens: int = 0  # that were checked
+    kept_guesses: int = 0  # that were right
 
 
 class Engine:
     """Requests come in by `submit` at any time between steps; `step` runs one and returns what it gave."""
 
-    def __init__(self, runner: StepRunner, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, runner: StepRunner, scheduler: Scheduler, proposer: Proposer | None = None, guesses: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """`proposer` makes at most `guesses` guesses of what follows a sequence."""
         self.scheduler, self.stats, self.runner = scheduler, EngineStats(), runner
-        self._clock = clock
+        self._proposer, self._most_guesses, self._clock = proposer, guesses, clock
         self._most_prompt_tokens = scheduler.limits.prompt_tokens
         self._pace = _PromptPace(self._most_prompt_tokens)
 
@@ -66,16 +74,24 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Run one step, if there is anything to do."""
-        step = self.scheduler.next_step(self._pace.prompt_tokens)
+        step = self.scheduler.next_step(self._pace.prompt_tokens, self._propose())
         if not step.chunks and not step.ended:
             return []
         sequences = {sequence.id: sequence for sequence in self.scheduler.running}
-        rows = [self._row(sequences[chunk.sequence]) for chunk in step.chunks if chunk.wants_logits]
+        rows = [row for chunk in step.chunks for row in self._rows(sequences[chunk.sequence], chunk)]
         before = self._clock()
         logits = self.runner.run(step)
         sampled = sample(logits, rows) if rows else []
-        self._count(step, self._clock() - before)
-        return self.scheduler.finish_step(step, [(s.token, s.logprobs) for s in sampled])
+        seconds = self._clock() - before
+        events = self.scheduler.finish_step(step, [(s.token, s.logprobs) for s in sampled])
+        self._count(step, events, sequences, seconds)
+        return events
+
+    def _propose(self) -> dict[int, tuple[int, ...]]:
+        generating = [s for s in self.scheduler.running if s.is_decoding] if self._proposer is not None else []
+        if self._proposer is None or not generating:
+            return {}
+        return self._proposer.propose(generating, [self.scheduler.most_guesses(s, self._most_guesses) for s in generating])
 
     def facts(self) -> dict[str, float]:
         """Counters and gauges, for metrics."""
@@ -90,22 +106,35 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def _row(self, sequence: Running) -> SampleRow:
-        return SampleRow(sequence.params, sequence.seed, len(sequence.tokens), sequence.tokens, sequence.num_prompt)
+    def _rows(self, sequence: Running, chunk: Chunk) -> Iterator[SampleRow]:
+        """What each row of the chunk's logits is sampled by: as if the guesses before it were right."""
+        for place in range(chunk.num_logits):
+            tokens = [*sequence.tokens, *chunk.tokens[1 : 1 + place]] if place else sequence.tokens
+            yield SampleRow(sequence.params, sequence.seed, len(tokens), tokens, sequence.num_prompt)
 
-    def _count(self, step: Step, seconds: float) -> None:
-        decoding = sum(len(chunk.tokens) == 1 and chunk.wants_logits for chunk in step.chunks)
-        stats, prompt_tokens = self.stats, step.num_tokens - decoding
+    def _count(self, step: Step, events: Sequence[TokenEvent], sequences: dict[int, Running], seconds: float) -> None:
+        stats, generating = self.stats, {chunk.sequence: len(chunk.tokens) for chunk in step.chunks if chunk.generates}
+        prompt_tokens = step.num_tokens - sum(generating.values())
+        decoded = Counter(event.request for event in events if event.request in generating)
         stats.steps += 1
         stats.prompt_tokens += prompt_tokens
-        stats.generated_tokens += sum(chunk.wants_logits for chunk in step.chunks)
-        if decoding:
+        stats.generated_tokens += len(events)
+        if generating:
             stats.decode_s += seconds
-            stats.decoded_tokens += decoding
+            stats.decoded_tokens += decoded.total()
             stats.mixed_prompt_tokens += prompt_tokens
-            self._pace.note(decoding, prompt_tokens, seconds)
+            self._pace.note(prompt_tokens, seconds)
         elif step.chunks:
             stats.prompt_s += seconds
+        if self._proposer is None:
+            return
+        for sequence, tokens in generating.items():
+            if tokens > 1 and decoded[sequence]:
+                stats.guessed_tokens += tokens - 1
+                stats.kept_guesses += decoded[sequence] - 1
+                self._proposer.note(sequences[sequence], tokens - 1, decoded[sequence] - 1)
+        for sequence in step.ended:
+            self._proposer.forget(sequence)
 
 
 class _PromptPace:
@@ -116,7 +145,7 @@ class _PromptPace:
         self.prompt_tokens, self._most = most, most
         self._decode_s = 0.0  # of a step without prompts, lately
 
-    def note(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+    def note(self, prompt_tokens: int, seconds: float) -> None:
         if not prompt_tokens:
             self._decode_s = seconds if not self._decode_s else 0.8 * self._decode_s + 0.2 * seconds
         elif self._decode_s:

@@ -12,7 +12,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serve_policy import ServePolicy
+from meshwright.core.serve_policy import ServePolicy, Speculation
 from meshwright.describe.discover import discover
 from meshwright.launch import ForkServer
 from meshwright.plan import check_inference_mesh, describe_plan
@@ -63,6 +63,8 @@ def prepare_model(config: ServeConfig, run_dir: Path, environ: Mapping[str, str]
     source = find_model(config.model, run_dir, environ)
     if config.random_init:
         source = replace(source, weights="", checkpoint="")
+    if config.speculate not in ("none", "prompt"):
+        source = replace(source, draft=find_model(config.speculate, run_dir, environ))
     mesh, replicas = requested_mesh(config)
     mesh = mesh or Mesh()
     cluster = discover(environ, ranks=mesh.size * (replicas or 1))
@@ -84,7 +86,9 @@ def prepare_model(config: ServeConfig, run_dir: Path, environ: Mapping[str, str]
 
 
 def _policy(config: ServeConfig, replicas: int) -> ServePolicy:
-    return ServePolicy(config.context or 0, -(-config.batch // replicas), config.page_tokens, config.kv_pages, replicas)
+    speculate: Speculation = config.speculate if config.speculate in ("none", "prompt") else "model"  # type: ignore[assignment]
+    memory = config.page_tokens, config.kv_pages, config.quantize
+    return ServePolicy(config.context or 0, -(-config.batch // replicas), *memory, speculate, config.guesses, replicas)
 
 
 @contextmanager

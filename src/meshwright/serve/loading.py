@@ -18,6 +18,7 @@ from meshwright.execute.apply import AppliedPlan, apply
 from meshwright.execute.birth import Birth
 from meshwright.execute.load_state import load_tensors
 from meshwright.execute.placeholders import Placeholders
+from meshwright.execute.quantized_weights import prepare_layers, quantize_layers
 from meshwright.serve.model_source import ModelSource
 from meshwright.zoo.weight_layouts import converts_weights
 
@@ -33,6 +34,12 @@ class LoadedModel:
     device: torch.device
     vocabulary: int
     note: str = ""
+    prepared_layers: tuple[nn.Module, ...] = ()  # whose weights can be quantized
+
+    def quantize(self) -> None:
+        """Quantize the weights, if the plan says so."""
+        if self.prepared_layers:
+            quantize_layers(self.prepared_layers, self.applied.plan.serve.quantize)
 
 
 def load_model(source: ModelSource, task: Task, plan: Plan, device: torch.device) -> LoadedModel:
@@ -48,6 +55,7 @@ def load_model(source: ModelSource, task: Task, plan: Plan, device: torch.device
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     placeholders = Placeholders(model, device) if birth is not None else None
+    layers = prepare_layers(model) if plan.serve.quantize != "none" else ()
     applied = apply(plan, model.eval(), None, broadcasts=False, placeholders=placeholders)
     if birth is not None:
         birth.fill(applied)
@@ -59,7 +67,7 @@ def load_model(source: ModelSource, task: Task, plan: Plan, device: torch.device
     if source.checkpoint:
         path = Path(source.checkpoint)
         load_tensors(applied, path, read_manifest(path), optimizer=False)
-    return LoadedModel(model, applied, device, _vocabulary(model, task), note)
+    return LoadedModel(model, applied, device, _vocabulary(model, task), note, layers)
 
 
 def _deferred(

@@ -27,6 +27,7 @@ class ModelSource:
     checkpoint: str = ""  # a checkpoint's folder
     tokenizer: str = ""  # a folder; empty: bytes
     seed: int = 0
+    draft: ModelSource | None = None  # a smaller model that guesses its next tokens
 
     def load_task(self, seq: int | None = None) -> Task:
         return zoo.load(self.model, seq=seq)

@@ -53,7 +53,8 @@ class PackedBatch:
         self.memory, device = memory, memory.device
         self.tokens = torch.tensor([[t for chunk in chunks for t in chunk.tokens]], device=device)
         self.positions = torch.tensor([[p for chunk in chunks for p in range(chunk.start, chunk.end)]], device=device)
-        ends, row = [], 0
+        ends: list[int] = []
+        row = 0
         self._segments: list[_Segment] = []
         slots: list[Tensor] = []
         for chunk in chunks:
@@ -61,8 +62,7 @@ class PackedBatch:
             self._segments.append(segment)
             slots.append(self._new_slots(segment))
             row = segment.end
-            if chunk.wants_logits:
-                ends.append(row - 1)
+            ends += range(row - chunk.num_logits, row)
         self.logit_rows = torch.tensor(ends, dtype=torch.int64, device=device)
         self._slots = torch.cat(slots) if len(slots) > 1 else slots[0]
         self._masks: dict[tuple[int, int, int], Tensor] = {}

@@ -20,11 +20,13 @@ from meshwright.execute.process_groups import process_group
 from meshwright.observe.process_memory import available_memory
 from meshwright.serve.decoder_check import ChosenDecoder, choose_decoder
 from meshwright.serve.decoders import Decoder
+from meshwright.serve.draft_model import DraftModel
 from meshwright.serve.engine import Engine
 from meshwright.serve.loading import LoadedModel, load_model
 from meshwright.serve.model_source import ModelSource
 from meshwright.serve.page_pool import PagePool
 from meshwright.serve.scheduler import Limits, Scheduler
+from meshwright.serve.speculation import PromptLookup
 from meshwright.serve.steps import Step
 
 _KV_FRACTION = {"cpu": 0.4, "cuda": 0.9}  # of the memory that is free once the model is loaded
@@ -45,6 +47,7 @@ class Replica:
     limits: Limits
     pool: PagePool
     load_s: float
+    draft: DraftModel | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -53,7 +56,8 @@ class Replica:
     def make_engine(self, end_tokens: tuple[int, ...]) -> Engine:
         """The engine of the first rank."""
         scheduler = Scheduler(self.pool, self.limits, end_tokens, splits_prompts=self.decoder.splits_prompts)
-        return Engine(StepSender(self.decoder, self.loaded.applied.groups.world), scheduler)
+        proposer = PromptLookup() if self.policy.speculate == "prompt" else self.draft
+        return Engine(StepSender(self.decoder, self.loaded.applied.groups.world), scheduler, proposer, self.policy.guesses)
 
     def facts(self) -> dict[str, Any]:
         """What the replica is, for people and metrics."""
@@ -77,14 +81,34 @@ def make_replica(source: ModelSource, plan: Plan, *, say: Callable[[str], None] 
     page_tokens = plan.serve.page_tokens
     with torch.inference_mode():
         chosen = choose_decoder(loaded.applied, loaded.vocabulary, page_tokens, device)
+    loaded.quantize()  # what is quantized differs by a little from row to row, so decoders were compared without
     policy = _filled(plan.serve, loaded.model)
     step_tokens = min(_STEP_TOKENS[device.type], policy.context)
+    limits = Limits(policy.context, policy.sequences, max(step_tokens, policy.sequences), step_tokens)
+    draft = _make_draft(source.draft, plan, loaded.vocabulary, limits, device) if source.draft is not None else None
     pages = _num_pages(chosen.decoder, policy, device, world)
     pool = PagePool(pages, page_tokens, shares=chosen.decoder.memory is not None, in_runs=device.type == "cpu")
     if chosen.decoder.memory is not None:
         chosen.decoder.memory.allocate(pages)
-    limits = Limits(policy.context, policy.sequences, max(step_tokens, policy.sequences), step_tokens)
-    return Replica(loaded, chosen, replace(policy, kv_pages=pages), limits, pool, time.perf_counter() - started)
+    return Replica(loaded, chosen, replace(policy, kv_pages=pages), limits, pool, time.perf_counter() - started, draft)
+
+
+def _make_draft(source: ModelSource, plan: Plan, vocabulary: int, limits: Limits, device: torch.device) -> DraftModel:
+    """The model that guesses, with memory for as many sequences."""
+    if plan.world > 1:
+        raise RequestError(f"speculate={source.name}: a model that guesses needs a replica of one rank: use speculate=prompt, or leave out --mesh")
+    task = source.load_task()
+    alone = replace(plan, model=task.name, serve=replace(plan.serve, quantize="none"))
+    loaded = load_model(source, task, alone, device)
+    if loaded.vocabulary != vocabulary:
+        raise RequestError(f"speculate={source.name} has {loaded.vocabulary} tokens, and the model {vocabulary}: use a model with the same tokenizer")
+    with torch.inference_mode():
+        decoder = choose_decoder(loaded.applied, vocabulary, plan.serve.page_tokens, device).decoder
+    if decoder.memory is None:
+        raise RequestError(f"speculate={source.name}: that model keeps no pages of keys and values: use another, or speculate=prompt")
+    pages = limits.max_sequences * -(-limits.context // plan.serve.page_tokens)
+    decoder.memory.allocate(pages)
+    return DraftModel(decoder, PagePool(pages, plan.serve.page_tokens, shares=False, in_runs=device.type == "cpu"), limits.step_tokens)
 
 
 def _filled(policy: ServePolicy, model: torch.nn.Module) -> ServePolicy:

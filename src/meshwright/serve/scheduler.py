@@ -8,10 +8,13 @@ with what it has generated, most of which it finds in memory.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from meshwright.core.errors import RequestError
 from meshwright.serve.page_pool import PageList, PagePool
@@ -102,14 +105,27 @@ class Scheduler:
             return False
         return True
 
-    def next_step(self, prompt_tokens: int | None = None) -> Step:
-        """What to compute next; a step without chunks if there is nothing. `prompt_tokens` limits those of prompts beside sequences that generate."""
-        budget, chunks = self.limits.step_tokens, []
+    def most_guesses(self, sequence: Sequence, most: int) -> int:
+        """How many guesses of what follows a sequence that generates can be checked at once."""
+        if not self._splits_prompts:
+            return 0
+        left = min(sequence.params.max_tokens - sequence.generated, self.capacity - len(sequence.tokens)) - 1
+        return max(min(most, left, self.limits.step_tokens // max(len(self.running), 1) - 1), 0)
+
+    def next_step(self, prompt_tokens: int | None = None, guesses: Mapping[int, tuple[int, ...]] = MappingProxyType({})) -> Step:
+        """What to compute next; a step without chunks if there is nothing. `prompt_tokens` limits those of prompts beside sequences that generate;
+        `guesses` are of what follows sequences, by id."""
+        budget, chunks = self.limits.step_tokens, list[Chunk]()
         for sequence in [s for s in self.running if s.is_decoding]:
-            if sequence in self.running and self._make_room(sequence, len(sequence.tokens)):
-                chunks.append(self._chunk(sequence, 1))
+            if sequence not in self.running:
+                continue
+            guess = guesses.get(sequence.id, ())
+            if guess and not self.pool.extend(sequence.held, len(sequence.tokens) + len(guess)):
+                guess = ()
+            if self._make_room(sequence, len(sequence.tokens) + len(guess)):
+                chunks.append(self._chunk(sequence, 1, guess))
         chunks = [chunk for chunk in chunks if any(s.id == chunk.sequence for s in self.running)]  # some may have lost their pages to others
-        budget -= len(chunks)
+        budget -= sum(len(chunk.tokens) for chunk in chunks)
         if chunks:
             budget = min(budget, self.limits.prompt_tokens if prompt_tokens is None else prompt_tokens)
         for sequence in [s for s in self.running if not s.is_decoding]:
@@ -120,18 +136,22 @@ class Scheduler:
         return Step(tuple(chunks), ended)
 
     def finish_step(self, step: Step, sampled: Series[tuple[int, TokenLogprobs | None]]) -> list[TokenEvent]:
-        """Note what a step has computed; `sampled` has a token for each chunk that wanted logits, in order."""
+        """Note what a step has computed; `sampled` has a token for each row of logits, in order. Guesses are kept up to the first wrong one."""
         by_id = {sequence.id: sequence for sequence in self.running}
-        events, tokens = [], iter(sampled)
+        events, tokens = list[TokenEvent](), iter(sampled)
         for chunk in step.chunks:
-            new = next(tokens) if chunk.wants_logits else None
+            chosen = list(itertools.islice(tokens, chunk.num_logits))
             sequence = by_id.get(chunk.sequence)
             if sequence is None:  # cancelled meanwhile
                 continue
-            sequence.computed = chunk.end
+            guess = chunk.tokens[1:] if chunk.generates else ()
+            sequence.computed = chunk.end - len(guess)
             self.pool.register(sequence.held, sequence.tokens, sequence.computed)
-            if new is not None:
+            for place, new in enumerate(chosen):
                 events.append(self._append(sequence, *new))
+                if events[-1].finish is not None or place >= len(guess) or guess[place] != new[0]:
+                    break
+                sequence.computed += 1
         return events
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
@@ -178,9 +198,10 @@ class Scheduler:
         chunks.append(self._chunk(sequence, count))
         return budget - count
 
-    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+    def _chunk(self, sequence: Sequence, count: int, guess: tuple[int, ...] = ()) -> Chunk:
         start, end = sequence.computed, sequence.computed + count
-        return Chunk(sequence.id, start, tuple(sequence.tokens[start:end]), tuple(sequence.held.pages), end == len(sequence.tokens))
+        num_logits = 1 + len(guess) if end == len(sequence.tokens) else 0
+        return Chunk(sequence.id, start, (*sequence.tokens[start:end], *guess), tuple(sequence.held.pages), num_logits)
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for a sequence that generates; the youngest other one gives its own back if need be. False if this is the youngest itself."""

@@ -42,7 +42,15 @@ def make_constraints(config: ServeConfig, kind: str) -> InferenceConstraints:
     mesh, replicas = requested_mesh(config)
     precision: Precision = ("bf16" if kind == "cuda" else "fp32") if config.precision == "auto" else config.precision
     return InferenceConstraints(
-        precision, mesh, replicas, config.backend or "", config.threads, "model" if config.compile else "none", config.page_tokens, config.kv_pages
+        precision,
+        mesh,
+        replicas,
+        config.backend or "",
+        config.threads,
+        "model" if config.compile else "none",
+        config.page_tokens,
+        config.kv_pages,
+        config.quantize,
     )
 
 

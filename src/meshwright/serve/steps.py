@@ -14,11 +14,16 @@ class Chunk:
     start: int
     tokens: tuple[int, ...]
     pages: tuple[int, ...] = ()
-    wants_logits: bool = True  # of its last token
+    num_logits: int = 1  # logits are wanted after so many of its last tokens
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has one known token, and guesses of those that follow, if any: logits are wanted after each."""
+        return self.num_logits == len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -32,16 +37,11 @@ class Step:
     def num_tokens(self) -> int:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether each sequence computes one token."""
-        return all(len(chunk.tokens) == 1 for chunk in self.chunks)
-
     def encode(self) -> list[int]:
         """The step as numbers."""
         numbers = [len(self.chunks), len(self.ended), *self.ended]
         for chunk in self.chunks:
-            numbers += [chunk.sequence, chunk.start, len(chunk.tokens), len(chunk.pages), int(chunk.wants_logits), *chunk.tokens, *chunk.pages]
+            numbers += [chunk.sequence, chunk.start, len(chunk.tokens), len(chunk.pages), chunk.num_logits, *chunk.tokens, *chunk.pages]
         return numbers
 
     @staticmethod
@@ -51,8 +51,8 @@ class Step:
         ended = _take(source, num_ended)
         chunks = []
         for _ in range(num_chunks):
-            sequence, start, num_tokens, num_pages, wants_logits = _take(source, 5)
-            chunks.append(Chunk(sequence, start, _take(source, num_tokens), _take(source, num_pages), bool(wants_logits)))
+            sequence, start, num_tokens, num_pages, num_logits = _take(source, 5)
+            chunks.append(Chunk(sequence, start, _take(source, num_tokens), _take(source, num_pages), num_logits))
         return Step(tuple(chunks), ended)
 
 
