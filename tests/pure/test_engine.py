@@ -45,7 +45,7 @@ def family(name: str) -> tuple[Any, Any]:
 
 class Runner:
     def __init__(self, decoder: Any) -> None:
-        self.run = decoder.forward
+        self.run, self.most_repeats = decoder.forward, decoder.most_repeats
 
 
 def make_proposer(kind: str) -> Any:
@@ -60,13 +60,18 @@ def make_proposer(kind: str) -> Any:
     return DraftModel(decoder, PagePool(200, 4, shares=False), 7)
 
 
-def make_engine(plan: AppliedPlan, pages: int = 64, page_tokens: int = 4, proposer: Any = None, guesses: int = 4, **limits: Any) -> Engine:
+def make_engine(
+    plan: AppliedPlan, pages: int = 64, page_tokens: int = 4, proposer: Any = None, guesses: int = 4, fixed_shapes: bool = False, **limits: Any
+) -> Engine:
     if id(plan) in _decoders:
         _decoders.pop(id(plan)).close()
     with torch.inference_mode():
         decoder = _decoders[id(plan)] = choose_decoder(plan, serve_models.VOCABULARY, page_tokens, CPU).decoder
     if decoder.memory is not None:
         decoder.memory.allocate(pages)
+    if fixed_shapes:
+        with torch.inference_mode():
+            decoder.use_graphs(limits.get("max_sequences", 8), limits.get("context", 100))
     pool = PagePool(pages, page_tokens, shares=decoder.memory is not None)
     scheduler = Scheduler(pool, Limits(**{"context": 100, **limits}), (), splits_prompts=decoder.splits_prompts)
     return Engine(Runner(decoder), scheduler, proposer, guesses)  # type: ignore[arg-type]
@@ -101,17 +106,18 @@ def test_the_zoo_generates_what_it_computes_without_a_cache(name: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**9), page_tokens=st.sampled_from([1, 3, 4, 100]), step_tokens=st.integers(4, 40), max_sequences=st.integers(1, 6),
-    name=st.sampled_from(["llama", "gemma2", "gpt2"]), pages=st.integers(12, 40), speculation=st.sampled_from(["none", "prompt", "itself", "wrong"]),
+    name=st.sampled_from(["llama", "gemma2", "gpt2"]), pages=st.integers(12, 40),
+    speculation=st.sampled_from(["none", "prompt", "itself", "wrong"]), fixed_shapes=st.booleans(),
 )  # fmt: skip
 def test_requests_that_come_and_go_get_what_they_get_alone(
-    seed: int, page_tokens: int, step_tokens: int, max_sequences: int, name: str, pages: int, speculation: str
+    seed: int, page_tokens: int, step_tokens: int, max_sequences: int, name: str, pages: int, speculation: str, fixed_shapes: bool
 ) -> None:
     """Sampled and greedy, cancelled on the way, with memory that does not hold all of them."""
     draw = random.Random(seed)
     _, plan = family(name)
     pages = max(-(-pages * 4 // page_tokens), 2)
     sizes = {"step_tokens": step_tokens, "prompt_tokens": step_tokens, "max_sequences": max_sequences, "context": 40}
-    busy = make_engine(plan, pages, page_tokens, make_proposer(speculation), draw.randrange(1, 6), **sizes)
+    busy = make_engine(plan, pages, page_tokens, make_proposer(speculation), draw.randrange(1, 6), fixed_shapes, **sizes)
     prompts = serve_models.prompts(4, seed % 1000, longest=20)
     requests: dict[int, tuple[list[int], SamplingParams, Any]] = {}
     found: dict[int, list[int]] = {}
@@ -216,6 +222,20 @@ def test_guesses_change_no_answer_and_save_steps_if_they_are_right(kind: str) ->
     assert answers(make_engine(plan, proposer=make_proposer(kind)), [prompt], **sampled) == answers(make_engine(plan), [prompt], **sampled)
 
 
+@pytest.mark.parametrize("name", serve_models.PACKED)
+def test_steps_of_fixed_shapes_are_repeated_and_give_the_same(name: str) -> None:
+    """What a GPU captures as graphs: several tokens before the host sees one, rows of padding, windows and soft caps."""
+    model, plan = family(name)
+    prompts = serve_models.prompts(5)
+    expected = [serve_models.greedy(model, prompt, 12) for prompt in prompts]
+    engine = make_engine(plan, fixed_shapes=True)
+    assert answers(engine, prompts, max_tokens=12) == expected
+    assert engine.stats.steps < 8 and engine.stats.generated_tokens == 60 and engine.scheduler.pool.used == 0
+    stop = expected[0][5]
+    cut = expected[0].index(stop) + 1
+    assert answers(make_engine(plan, fixed_shapes=True), prompts[:1], max_tokens=12, stop_tokens=(stop,)) == [expected[0][:cut]]
+
+
 def test_guesses_from_the_text() -> None:
     text = Sequence(1, [1, 2, 3, 4, 9, 1, 2, 3], 8, SamplingParams(), 0, 0.0)
     lookup = PromptLookup()
@@ -230,5 +250,5 @@ def test_guesses_from_the_text() -> None:
 
 
 def test_steps_are_numbers_and_back() -> None:
-    step = Step((Chunk(3, 5, (1, 2), (7, 8)), Chunk(4, 0, (9,), (), 0)), (1, 2))
+    step = Step((Chunk(3, 5, (1, 2), (7, 8)), Chunk(4, 0, (9,), (), 0)), (1, 2), 3)
     assert Step.decode(step.encode()) == step and Step.decode(Step().encode()) == Step()

@@ -18,6 +18,7 @@ from meshwright.execute.module_hooks import add_bias
 
 _DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_PACKED_WIDTH = 32  # torch's int8 product on a CPU reads beyond the end of rows that are no multiple of its vectors, and crashes (torch 2.13)
 _MOST_PACKED_ROWS = 12  # of activations, for which torch's int8 product on a CPU is quicker than converting the weight (1,536 × 576 on a Xeon)
 
 
@@ -48,7 +49,7 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(weight in 8 bits, the scale of each of its rows)."""
     scale = weight.float().abs().amax(1).clamp_min(1e-12) / _LARGEST[dtype]
     scaled = weight.float() / scale.unsqueeze(1)
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale.to(weight.dtype)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous(), scale.to(weight.dtype)
 
 
 def _transposes(layer: nn.Module) -> bool | None:
@@ -72,7 +73,7 @@ def _prepare(layer: nn.Module, transposed: bool) -> None:
 def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x @ weight.T for a weight in 8 bits. A compiler on a GPU reads the weight as it is, and converts it in registers."""
     rows = x.numel() // x.shape[-1]
-    if weight.dtype == torch.int8 and x.device.type == "cpu" and rows <= _MOST_PACKED_ROWS:
+    if weight.dtype == torch.int8 and x.device.type == "cpu" and rows <= _MOST_PACKED_ROWS and x.shape[-1] % _PACKED_WIDTH == 0:
         packed = torch._weight_int8pack_mm(x.reshape(rows, -1).bfloat16(), weight, scale.bfloat16())
         return packed.to(x.dtype).unflatten(0, x.shape[:-1])
     return F.linear(x, weight.to(x.dtype)) * scale

@@ -19,6 +19,8 @@ from meshwright.core.errors import RequestError
 from meshwright.execute.apply import AppliedPlan
 from meshwright.execute.pipeline_forward import Inputs, PipelineForward
 from meshwright.serve.compiled_attention import AttentionSite
+from meshwright.serve.decode_batch import DecodeBatch, choose_attention
+from meshwright.serve.decode_graphs import DecodeGraphs
 from meshwright.serve.kv_memory import KVMemory
 from meshwright.serve.packed_attention import DEFAULT_OPTIONS, AttentionOptions, PackedBatch
 from meshwright.serve.steps import Chunk, Step
@@ -26,6 +28,7 @@ from meshwright.serve.steps import Chunk, Step
 # Arguments of transformers' attention functions that change nothing here: positions are the batch's own, dropout is off.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "is_causal", "layer_idx"}
 _KNOWN = _HARMLESS | {"scaling", "softcap", "sliding_window"}
+_MOST_REPEATS = 8  # tokens that come late to the host at most
 _attention_names = itertools.count()
 
 
@@ -38,6 +41,10 @@ class Decoder(Protocol):
 
     @property
     def splits_prompts(self) -> bool: ...
+
+    @property
+    def most_repeats(self) -> int:
+        """How often it can repeat a step of next tokens by itself."""
 
     def forward(self, step: Step) -> Tensor:
         """Logits (chunks that want them, vocabulary)."""
@@ -60,11 +67,13 @@ class PackedDecoder:
 
     memory: KVMemory
     splits_prompts = True
+    most_repeats = 1
 
     def __init__(self, applied: AppliedPlan, page_tokens: int, device: torch.device) -> None:
         self.memory = KVMemory(page_tokens, device)
         model = self._model = applied.model
-        self._batch: PackedBatch | None = None
+        self._batch: PackedBatch | DecodeBatch | None = None
+        self._graphs: DecodeGraphs | None = None
         parameters = inspect.signature(model.forward).parameters
         self._is_own = "attend" in parameters
         if not self._is_own and not getattr(model, "_supports_attention_backend", False):
@@ -75,21 +84,48 @@ class PackedDecoder:
         self._compiled: Any = None
         if applied.plan.compile == "model":
             self._site = AttentionSite(self._attend)
-            self._compiled = torch.compile(self._logits_of_tensors)
+            options: Any = {"coordinate_descent_tuning": True} if device.type == "cuda" else {}  # products of one row need it
+            self._compiled = torch.compile(self._logits_of_tensors, options=options)
+
+    def use_graphs(self, most_rows: int, context: int) -> str:
+        """From now on, run steps of single tokens for up to so many sequences in fixed shapes, repeated without the host where that is possible.
+        Memory is allocated before. Returns why the model is not compiled, if it should be and cannot."""
+        spare, problem = self.memory.num_pages, ""
+        self._graphs = DecodeGraphs(self._run, self.memory, choose_attention(self.memory.device), most_rows, context, spare)
+        self.most_repeats = _MOST_REPEATS
+        try:
+            self._graphs.capture_all()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the compiler, which is another program
+            if self._compiled is None:
+                raise
+            problem, self._compiled = f"not compiled: {' '.join(str(error).split())[:200]}", None
+            self._graphs.capture_all()
+        return problem
 
     def forward(self, step: Step) -> Tensor:
         if not step.chunks:
             return torch.empty(0)
-        self._batch = PackedBatch(step.chunks, self.memory)
+        if self._graphs is not None and self._graphs.can_run(step):
+            return self._graphs.run(step)
+        return self._run(PackedBatch(step.chunks, self.memory))
+
+    def _run(self, batch: PackedBatch | DecodeBatch) -> Tensor:
+        self._batch = batch
         try:
-            inputs = {"tokens": self._batch.tokens, "positions": self._batch.positions, "rows": self._batch.logit_rows}
-            if self._compiled is not None and self.memory.is_allocated:
+            inputs = {"tokens": batch.tokens, "positions": batch.positions, "rows": batch.logit_rows}
+            if self._is_compiled_for(batch):
                 return self._compiled(*inputs.values())  # type: ignore[no-any-return]
             if self._pipeline is None:
                 return self._logits(self._model, inputs)
             return self._pipeline.run(inputs, inputs["tokens"].shape[1], len(inputs["rows"]))
         finally:
             self._batch = None
+
+    def _is_compiled_for(self, batch: PackedBatch | DecodeBatch) -> bool:
+        """On a GPU only steps of fixed shapes: prompts of ever new lengths would be compiled again."""
+        return self._compiled is not None and self.memory.is_allocated and (self.memory.device.type == "cpu" or isinstance(batch, DecodeBatch))
 
     def close(self) -> None:
         self._restore()
@@ -153,6 +189,7 @@ class CachedDecoder:
 
     memory = None
     splits_prompts = False
+    most_repeats = 1
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         parameters = inspect.signature(model.forward).parameters
@@ -190,6 +227,7 @@ class RecomputeDecoder:
 
     memory = None
     splits_prompts = True
+    most_repeats = 1
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.serve.requests import SamplingParams, TokenEvent
+from meshwright.serve.requests import SamplingParams, TokenEvent, TokenLogprobs
 from meshwright.serve.sampler import SampleRow, sample
 from meshwright.serve.scheduler import Scheduler
 from meshwright.serve.scheduler import Sequence as Running
@@ -24,10 +24,13 @@ _MIN_PROMPT_TOKENS = 16
 
 
 class StepRunner(Protocol):
-    """Runs a step on all ranks."""
+    """Runs a step on all ranks. `most_repeats`: how often it can repeat one by itself."""
+
+    @property
+    def most_repeats(self) -> int: ...
 
     def run(self, step: Step) -> Tensor:
-        """The logits of the chunks that want them (rows, vocabulary)."""
+        """The logits of the chunks that want them (rows, vocabulary), or the tokens (rows, repeats) of a step that is repeated."""
 
 
 @dataclass
@@ -74,18 +77,23 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Run one step, if there is anything to do."""
-        step = self.scheduler.next_step(self._pace.prompt_tokens, self._propose())
+        guesses = self._propose()
+        repeats = 1 if guesses else self.scheduler.most_repeats(self.runner.most_repeats)
+        step = self.scheduler.next_step(self._pace.prompt_tokens, guesses, repeats)
         if not step.chunks and not step.ended:
             return []
         sequences = {sequence.id: sequence for sequence in self.scheduler.running}
-        rows = [row for chunk in step.chunks for row in self._rows(sequences[chunk.sequence], chunk)]
         before = self._clock()
-        logits = self.runner.run(step)
-        sampled = sample(logits, rows) if rows else []
+        found = self.runner.run(step)
+        chosen = [(token, None) for token in found.flatten().tolist()] if step.repeats > 1 else self._sample(step, sequences, found)
         seconds = self._clock() - before
-        events = self.scheduler.finish_step(step, [(s.token, s.logprobs) for s in sampled])
+        events = self.scheduler.finish_step(step, chosen)
         self._count(step, events, sequences, seconds)
         return events
+
+    def _sample(self, step: Step, sequences: dict[int, Running], logits: Tensor) -> list[tuple[int, TokenLogprobs | None]]:
+        rows = [row for chunk in step.chunks for row in self._rows(sequences[chunk.sequence], chunk)]
+        return [(found.token, found.logprobs) for found in sample(logits, rows)] if rows else []
 
     def _propose(self) -> dict[int, tuple[int, ...]]:
         generating = [s for s in self.scheduler.running if s.is_decoding] if self._proposer is not None else []

@@ -55,9 +55,9 @@ class KVMemory:
             raise RunError(f"attention layer {layer} has keys and values of several shapes")
 
     def allocate(self, num_pages: int) -> None:
-        """Memory for all layers. On a CPU it is taken when it is first written."""
+        """Memory for all layers, with one page more, the last, which no sequence has. On a CPU it is taken when it is first written."""
         self.num_pages = num_pages
-        tokens = num_pages * self.page_tokens
+        tokens = (num_pages + 1) * self.page_tokens
         for layer, shape in self.shapes.items():
             make = lambda width, shape=shape: torch.empty((tokens, shape.heads, width), dtype=shape.dtype, device=self.device)  # noqa: E731
             self._layers[layer] = make(shape.key_width), make(shape.value_width)

@@ -19,7 +19,7 @@ from meshwright.core.serve_policy import ServePolicy
 from meshwright.execute.process_groups import process_group
 from meshwright.observe.process_memory import available_memory
 from meshwright.serve.decoder_check import ChosenDecoder, choose_decoder
-from meshwright.serve.decoders import Decoder
+from meshwright.serve.decoders import Decoder, PackedDecoder
 from meshwright.serve.draft_model import DraftModel
 from meshwright.serve.engine import Engine
 from meshwright.serve.loading import LoadedModel, load_model
@@ -48,6 +48,7 @@ class Replica:
     pool: PagePool
     load_s: float
     draft: DraftModel | None = None
+    note: str = ""  # what was not as usual
 
     @property
     def decoder(self) -> Decoder:
@@ -66,7 +67,7 @@ class Replica:
             "plan": self.loaded.applied.plan.summary(), "decoding": self.chosen.kind, "difference": self.chosen.difference,
             "reasons": list(self.chosen.reasons), "context": self.policy.context, "sequences": self.policy.sequences,
             "kv_tokens": pool.count * pool.page_tokens, "kv_bytes": memory.nbytes if memory is not None else None, "load_s": self.load_s,
-            "note": self.loaded.note,
+            "note": self.note,
         }  # fmt: skip
 
 
@@ -90,7 +91,14 @@ def make_replica(source: ModelSource, plan: Plan, *, say: Callable[[str], None] 
     pool = PagePool(pages, page_tokens, shares=chosen.decoder.memory is not None, in_runs=device.type == "cpu")
     if chosen.decoder.memory is not None:
         chosen.decoder.memory.allocate(pages)
-    return Replica(loaded, chosen, replace(policy, kv_pages=pages), limits, pool, time.perf_counter() - started, draft)
+    notes = [loaded.note]
+    if device.type == "cuda" and plan.world == 1 and isinstance(chosen.decoder, PackedDecoder):
+        with torch.inference_mode():
+            notes.append(chosen.decoder.use_graphs(limits.max_sequences, limits.context))
+        say(f"steps of next tokens are CUDA graphs after {time.perf_counter() - started:.1f} s")
+    return Replica(
+        loaded, chosen, replace(policy, kv_pages=pages), limits, pool, time.perf_counter() - started, draft, "; ".join(filter(None, notes))
+    )
 
 
 def _make_draft(source: ModelSource, plan: Plan, vocabulary: int, limits: Limits, device: torch.device) -> DraftModel:
@@ -155,6 +163,10 @@ class StepSender:
     def __init__(self, decoder: Decoder, world: Comm) -> None:
         self._decoder, self._world = decoder, world
         self._device = _message_device(world)
+
+    @property
+    def most_repeats(self) -> int:
+        return self._decoder.most_repeats if self._world.size == 1 else 1
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:

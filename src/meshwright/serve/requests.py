@@ -51,6 +51,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is the one with the largest logit, and nothing else is asked for."""
+        return self.is_greedy and not self.has_penalties and self.logprobs is None
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

@@ -112,10 +112,19 @@ class Scheduler:
         left = min(sequence.params.max_tokens - sequence.generated, self.capacity - len(sequence.tokens)) - 1
         return max(min(most, left, self.limits.step_tokens // max(len(self.running), 1) - 1), 0)
 
-    def next_step(self, prompt_tokens: int | None = None, guesses: Mapping[int, tuple[int, ...]] = MappingProxyType({})) -> Step:
+    def most_repeats(self, most: int) -> int:
+        """How often the next step can be repeated before anything but the next tokens of greedy answers has to be done."""
+        if self.waiting or not all(s.is_decoding and s.params.is_plain_greedy for s in self.running):
+            return 1
+        left = [min(s.params.max_tokens - s.generated, self.capacity - len(s.tokens)) for s in self.running]
+        return max(min(most, *left), 1) if left else 1
+
+    def next_step(self, prompt_tokens: int | None = None, guesses: Mapping[int, tuple[int, ...]] = MappingProxyType({}), repeats: int = 1) -> Step:
         """What to compute next; a step without chunks if there is nothing. `prompt_tokens` limits those of prompts beside sequences that generate;
-        `guesses` are of what follows sequences, by id."""
+        `guesses` are of what follows sequences, by id; with `repeats` there is room for so many tokens of each sequence, or none is repeated."""
         budget, chunks = self.limits.step_tokens, list[Chunk]()
+        if repeats > 1 and not all(self.pool.extend(s.held, len(s.tokens) + repeats - 1) for s in self.running):
+            repeats = 1
         for sequence in [s for s in self.running if s.is_decoding]:
             if sequence not in self.running:
                 continue
@@ -133,19 +142,21 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_sequences and self._admit(budget):
             budget = self._add_prompt(self.running[-1], budget, chunks)
         ended, self._ended = tuple(self._ended), []
-        return Step(tuple(chunks), ended)
+        return Step(tuple(chunks), ended, repeats)
 
     def finish_step(self, step: Step, sampled: Series[tuple[int, TokenLogprobs | None]]) -> list[TokenEvent]:
         """Note what a step has computed; `sampled` has a token for each row of logits, in order. Guesses are kept up to the first wrong one."""
         by_id = {sequence.id: sequence for sequence in self.running}
         events, tokens = list[TokenEvent](), iter(sampled)
         for chunk in step.chunks:
-            chosen = list(itertools.islice(tokens, chunk.num_logits))
+            chosen = list(itertools.islice(tokens, chunk.num_logits * step.repeats))
             sequence = by_id.get(chunk.sequence)
             if sequence is None:  # cancelled meanwhile
                 continue
             guess = chunk.tokens[1:] if chunk.generates else ()
             sequence.computed = chunk.end - len(guess)
+            if step.repeats > 1:  # what was chosen was computed next
+                guess = tuple(token for token, _ in chosen[:-1])
             self.pool.register(sequence.held, sequence.tokens, sequence.computed)
             for place, new in enumerate(chosen):
                 events.append(self._append(sequence, *new))

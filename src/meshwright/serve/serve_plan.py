@@ -38,6 +38,10 @@ def requested_mesh(config: ServeConfig) -> tuple[Mesh | None, int | None]:
     return mesh, replicas
 
 
+def compiles(config: ServeConfig, kind: str) -> bool:
+    return kind == "cuda" if config.compile is None else config.compile
+
+
 def make_constraints(config: ServeConfig, kind: str) -> InferenceConstraints:
     mesh, replicas = requested_mesh(config)
     precision: Precision = ("bf16" if kind == "cuda" else "fp32") if config.precision == "auto" else config.precision
@@ -47,7 +51,7 @@ def make_constraints(config: ServeConfig, kind: str) -> InferenceConstraints:
         replicas,
         config.backend or "",
         config.threads,
-        "model" if config.compile else "none",
+        "model" if compiles(config, kind) else "none",
         config.page_tokens,
         config.kv_pages,
         config.quantize,

@@ -32,6 +32,7 @@ class Step:
 
     chunks: tuple[Chunk, ...] = ()
     ended: tuple[int, ...] = ()
+    repeats: int = 1  # above 1: run so often, each time on the most likely tokens of the time before
 
     @property
     def num_tokens(self) -> int:
@@ -39,7 +40,7 @@ class Step:
 
     def encode(self) -> list[int]:
         """The step as numbers."""
-        numbers = [len(self.chunks), len(self.ended), *self.ended]
+        numbers = [len(self.chunks), len(self.ended), self.repeats, *self.ended]
         for chunk in self.chunks:
             numbers += [chunk.sequence, chunk.start, len(chunk.tokens), len(chunk.pages), chunk.num_logits, *chunk.tokens, *chunk.pages]
         return numbers
@@ -47,13 +48,13 @@ class Step:
     @staticmethod
     def decode(numbers: Sequence[int]) -> Step:
         source = iter(numbers)
-        num_chunks, num_ended = next(source), next(source)
+        num_chunks, num_ended, repeats = _take(source, 3)
         ended = _take(source, num_ended)
         chunks = []
         for _ in range(num_chunks):
             sequence, start, num_tokens, num_pages, num_logits = _take(source, 5)
             chunks.append(Chunk(sequence, start, _take(source, num_tokens), _take(source, num_pages), num_logits))
-        return Step(tuple(chunks), ended)
+        return Step(tuple(chunks), ended, repeats)
 
 
 def _take(source: Iterator[int], count: int) -> tuple[int, ...]:

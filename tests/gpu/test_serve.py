@@ -1,0 +1,104 @@
+"""Inference on a GPU: paged attention as Triton kernels, steps of fixed shapes as CUDA graphs, compiled or not, in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan
+from meshwright.execute.apply import apply
+from meshwright.execute.quantized_weights import prepare_layers, quantize_layers
+from meshwright.serve.decode_batch import choose_attention, gathered_attention
+from meshwright.serve.decoder_check import choose_decoder
+from meshwright.serve.decoders import PackedDecoder
+from meshwright.serve.engine import Engine
+from meshwright.serve.page_pool import PagePool
+from meshwright.serve.requests import SamplingParams
+from meshwright.serve.scheduler import Limits, Scheduler
+from tests import serve_models
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPES = [
+    (3, 4, 2, 8, 8, 4, 0, 0.0), (2, 4, 4, 20, 12, 16, 0, 0.0), (5, 6, 2, 64, 64, 16, 30, 5.0), (1, 32, 8, 64, 64, 16, 0, 0.0),
+    (33, 32, 8, 128, 128, 16, 0, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_attend_as_torch_does(shape: Any, dtype: torch.dtype) -> None:
+    rows, heads, kv_heads, width, value_width, size, window, softcap = shape
+    torch.manual_seed(0)
+    pages_each = 20
+    make = lambda *sizes: torch.randn(*sizes, device="cuda", dtype=dtype)  # noqa: E731
+    lengths = torch.randint(1, pages_each * size, (rows,), dtype=torch.int32, device="cuda")
+    pages = torch.randperm(rows * pages_each, device="cuda").view(rows, pages_each).int()
+    slots = rows * pages_each * size
+    inputs = make(rows, heads, width), make(slots, kv_heads, width), make(slots, kv_heads, value_width), pages, lengths, size, width**-0.5
+    found, expected = (attend(*inputs, window, softcap) for attend in (choose_attention(torch.device("cuda")), gathered_attention))
+    torch.testing.assert_close(found, expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def make_engine(name: str, precision: Any = "fp32", compiled: bool = False, quantize: Any = "none") -> tuple[Any, Engine]:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model, own = (serve_models.build(name).to("cuda", dtype) for _ in range(2))
+    layers = prepare_layers(own) if quantize != "none" else ()
+    memory = MemoryPolicy(precision=precision)
+    plan = apply(Plan("test", 1, Mesh(), memory=memory, device="cuda", compile="model" if compiled else "none"), own, None)
+    with torch.inference_mode():
+        decoder = choose_decoder(plan, serve_models.VOCABULARY, 4, torch.device("cuda")).decoder
+        assert isinstance(decoder, PackedDecoder)
+        decoder.memory.allocate(64)
+        quantize_layers(layers, quantize) if layers else None
+        assert decoder.use_graphs(8, 100) == ""
+    runner: Any = type("Runner", (), {"run": staticmethod(decoder.forward), "most_repeats": decoder.most_repeats})
+    return model, Engine(runner, Scheduler(PagePool(64, 4), Limits(100), ()))
+
+
+def answers(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    found = {engine.submit(prompt, SamplingParams(**{"ignore_end": True, **params})).id: list[int]() for prompt in prompts}
+    for event in engine.drain():
+        found[event.request].append(event.token)
+    return list(found.values())
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    tokens = torch.tensor([prompt], device="cuda")
+    with torch.inference_mode():
+        given = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+        return model.generate(tokens, **given)[0, tokens.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", serve_models.PACKED)
+def test_families_generate_what_transformers_does(name: str) -> None:
+    model, engine = make_engine(name)
+    prompts = serve_models.prompts(5)
+    assert answers(engine, prompts, max_tokens=12) == [greedy(model, prompt, 12) for prompt in prompts]
+    assert engine.stats.steps < 8
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_compiled_models_generate_the_same(name: str) -> None:
+    model, engine = make_engine(name, compiled=True)
+    prompts = serve_models.prompts(5)
+    assert answers(engine, prompts, max_tokens=12) == [greedy(model, prompt, 12) for prompt in prompts]
+    assert answers(engine, prompts[:1], max_tokens=12) == [greedy(model, prompts[0], 12)]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_quantized_weights_give_about_the_same_probabilities(quantize: str, compiled: bool) -> None:
+    """The first token's probabilities, of which 8 bits change a little."""
+    model, engine = make_engine("llama", "bf16", compiled, quantize)
+    prompt = serve_models.prompts(1)[0]
+    engine.submit(prompt, SamplingParams(max_tokens=4, ignore_end=True, logprobs=3))
+    events = list(engine.drain())
+    assert len(events) == 4
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt], device="cuda")).logits[0, -1].float().log_softmax(-1)
+    assert events[0].logprobs is not None
+    assert abs(events[0].logprobs.logprob - float(expected[events[0].token])) < 0.3
