@@ -51,7 +51,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/mypy
 
 pure: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/pure tests/test_layers.py -n 2 --dist loadfile
+	@$(BIN)/python -m pytest tests/pure tests/test_layers.py -m 'not prove' -n 2 --dist loadfile
 
 procs: $(VENV)/.dev
 	@$(ON_CPUS) $(BIN)/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
@@ -60,7 +60,7 @@ test: lint pure procs
 
 prove: $(VENV)/.dev
 	@MESHWRIGHT_DRAWS=1000 $(BIN)/python -m pytest tests/pure/test_any_rank.py tests/pure/test_search.py --timeout 7200
-	@$(ON_CPUS) $(BIN)/python -m pytest tests/procs -m prove --timeout 7200
+	@$(ON_CPUS) $(BIN)/python -m pytest tests/pure tests/procs -m prove --timeout 7200
 
 bench: $(VENV)/.bench
 	@$(BIN)/python bench/overhead.py
@@ -68,7 +68,7 @@ bench: $(VENV)/.bench
 
 test-oldest:
 	@$(MAKE) --no-print-directory VENV=.venv-oldest .venv-oldest/.oldest
-	@.venv-oldest/bin/python -m pytest tests/pure tests/test_layers.py -n 2 --dist loadfile
+	@.venv-oldest/bin/python -m pytest tests/pure tests/test_layers.py -m 'not prove' -n 2 --dist loadfile
 	@$(ON_CPUS) .venv-oldest/bin/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
 
 .venv-oldest/.oldest: pyproject.toml constraints.txt | .venv-oldest/bin/python

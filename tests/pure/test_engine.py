@@ -13,7 +13,7 @@ from tests import serve_models
 
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
+from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.execute.apply import AppliedPlan, apply
 from meshwright.serve.decoder_check import choose_decoder
 from meshwright.serve.decoders import RecomputeDecoder
@@ -252,3 +252,28 @@ def test_guesses_from_the_text() -> None:
 def test_steps_are_numbers_and_back() -> None:
     step = Step((Chunk(3, 5, (1, 2), (7, 8)), Chunk(4, 0, (9,), (), 0)), (1, 2), 3)
     assert Step.decode(step.encode()) == step and Step.decode(Step().encode()) == Step()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_bf16_logits_are_close_to_a_plain_pass(name: str) -> None:
+    """Teacher-forced: the same tokens in chunks beside another sequence, and in one plain pass, both in bfloat16."""
+    model = serve_models.build(name).to(torch.bfloat16)
+    own = apply(Plan("test", 1, Mesh(), memory=MemoryPolicy(precision="bf16")), serve_models.build(name).to(torch.bfloat16), None)
+    with torch.inference_mode():
+        chosen = choose_decoder(own, serve_models.VOCABULARY, 4, CPU)
+        chosen.decoder.memory.allocate(16)  # type: ignore[union-attr]
+        tokens = serve_models.prompts(1, longest=24)[0]
+        expected = model(torch.tensor([tokens])).logits[0].float()
+        found = [chosen.decoder.forward(Step((Chunk(0, i, (token,), tuple(range(8))),)))[0] for i, token in enumerate(tokens)]
+        chosen.decoder.close()
+    assert chosen.kind == "packed" and chosen.difference < 0.02
+    assert (torch.stack(found).float() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_compiled_model_generates_the_same(name: str) -> None:
+    model = serve_models.build(name)
+    plan = apply(Plan("test", 1, Mesh(), compile="model"), serve_models.build(name), None)
+    prompts = serve_models.prompts(3)
+    assert answers(make_engine(plan), prompts, max_tokens=6) == [serve_models.greedy(model, prompt, 6) for prompt in prompts]

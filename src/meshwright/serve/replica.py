@@ -18,6 +18,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serve_policy import ServePolicy
 from meshwright.execute.process_groups import process_group
 from meshwright.observe.process_memory import available_memory
+from meshwright.serve.compile_cache import keep_compiled_code
 from meshwright.serve.decoder_check import ChosenDecoder, choose_decoder
 from meshwright.serve.decoders import Decoder, PackedDecoder
 from meshwright.serve.draft_model import DraftModel
@@ -74,6 +75,8 @@ class Replica:
 def make_replica(source: ModelSource, plan: Plan, *, say: Callable[[str], None] = lambda _: None) -> Replica:
     """Load the model, find the quickest right way to run it, and give it key-value memory. Collective: every rank of the plan calls it."""
     started = time.perf_counter()
+    if plan.compile != "none":
+        keep_compiled_code()
     device = torch.device(plan.device_of(0, 0)) if plan.world == 1 else torch.device(plan.device)
     task = source.load_task()
     loaded = load_model(source, task, plan, device)
