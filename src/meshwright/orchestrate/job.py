@@ -15,11 +15,32 @@ from meshwright.describe.profile_tracer import trace_task
 from meshwright.orchestrate.config import RunConfig
 from meshwright.plan import RetraceOptions
 
+_VERIFIED_TOKENS = 128
+_INSTRUCTION_TOKENS = 256  # of an instruction and its answer, unless given: as long as the tutorial's
+
 
 def load_task(config: RunConfig) -> Task:
     """The model with its loss; for an instruction file, the loss counts the answers only."""
     task = zoo.load(config.model, seq=config.seq, dropout=config.dropout, random_init=config.random_init)
-    return zoo.instruction_task(task) if data.is_instruction_file(config.data) else task
+    if not data.is_instruction_file(config.data):
+        return task
+    if config.seq is None and not _is_own(config) and (task.tokens_per_sample or 0) > _INSTRUCTION_TOKENS:
+        task = zoo.load(config.model, seq=_INSTRUCTION_TOKENS, dropout=config.dropout, random_init=config.random_init)
+    return zoo.instruction_task(task)
+
+
+def _is_own(config: RunConfig) -> bool:
+    """Whether the model is a user's own, whose samples are as long as its factory says."""
+    return ":" in config.model and not config.model.startswith("hf:")
+
+
+def with_verified_samples(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
+    """The configuration with samples that a CPU compares in seconds: shorter ones, for language models and plans that do not depend on their length."""
+    tokens = _INSTRUCTION_TOKENS if data.is_instruction_file(config.data) else _VERIFIED_TOKENS  # answers come after their instructions
+    depends = plan.mesh.cp > 1 or plan.tensor.is_sequence_parallel or plan.tensor.sequence_scatter_sites
+    if plan.device != "cpu" or _is_own(config) or depends or (task.tokens_per_sample or 0) <= tokens:
+        return config
+    return config.model_copy(update={"seq": tokens})
 
 
 def load_dataset(config: RunConfig, task: Task, split: Literal["train", "validation"]) -> data.Dataset:

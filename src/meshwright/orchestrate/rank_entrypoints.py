@@ -43,7 +43,7 @@ from meshwright.launch import Rendezvous, join_process_group, leave_process_grou
 from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak_resident, resident_bytes
 from meshwright.orchestrate.births import born_in_pieces, build_whole, describe_birth
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.job import load_dataset, load_task
+from meshwright.orchestrate.job import load_dataset, load_task, with_verified_samples
 from meshwright.orchestrate.lr_schedule import learning_rate
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
@@ -390,6 +390,7 @@ def verify_rank(rank: int, world: int, init_method: str, job: Mapping[str, Any],
     device = setup_device(trial.device_of(rank, local), trial.threads)
     join_process_group(Rendezvous(rank, world, init_method, trial.backend, device.type, local, trial.sync.timeout_s))
     try:
+        config = with_verified_samples(config, load_task(config), trial)
         task = load_task(config)
         model, birth, optimizer = _model_to_verify(config, task, trial, device)
         batch = verification_batch(config, task, trial) if rank == 0 else None
@@ -400,6 +401,7 @@ def verify_rank(rank: int, world: int, init_method: str, job: Mapping[str, Any],
 
 def make_rank_check(job: RunConfig, plan: Plan, local_rank: int) -> Check:
     """A check for ranks that a launcher has started and that verify before they train. All plans are for the same devices."""
+    job = with_verified_samples(job, load_task(job), plan)
     task, device = load_task(job), setup_device(plan.device_of(torch.distributed.get_rank(), local_rank), plan.threads)
     model, birth, optimizer = _model_to_verify(job, task, plan, device)
     return make_collective_check(model, optimizer, lambda: verification_batch(job, task, plan), task.loss, job.seed, birth=birth, device=device)
