@@ -26,10 +26,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cli.options import make_config
+from meshwright.orchestrate import Orchestrator
 from meshwright.serve import generation
 from meshwright.serve.config import load_serve_config
 from meshwright.serve.replica_client import ReplicaClient
 from meshwright.serve.requests import SamplingParams
+from meshwright.serve.serve_plan import rank_serve_plans
 
 LLAMA_1B5 = {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192,
@@ -88,6 +91,16 @@ def run_requests(replica: ReplicaClient, prompts: Prompts, count: int) -> Prompt
     for event in replica.events():
         found[event.request].append(event.token)
     return list(found.values())
+
+
+def predict(folder: str, batch: int, prompt: int, answer: int, settings: dict[str, Any]) -> dict[str, float]:
+    """What the planner says of our plain engine, by this machine's calibration."""
+    config = load_serve_config({"model": folder, "context": prompt + answer, "prompt": prompt, "batch": batch, "nproc": 1, **settings})
+    with Orchestrator(make_config(nproc=1), os.environ, lambda _: None) as orchestrator:
+        calibration = orchestrator.calibration()
+        source = generation.find_model(folder, Path("runs"), os.environ)
+        found = rank_serve_plans(config, source, orchestrator.cluster, calibration).best.estimate
+    return {"step_s": found.decode_s, "prefill_s": batch * found.prefill_s, "memory_bytes": max(found.memory_bytes), "error": found.error}
 
 
 def timed(engine: Engine, prompts: Prompts, count: int) -> tuple[float, Prompts]:
@@ -164,7 +177,11 @@ def main(
         for name in chosen:
             engines.append(stack.enter_context(our_engine(f"meshwright, {name}", folder, context, max(sizes), **variants[name])))
         for batch in sizes:
-            rows += measure(engines, batch, prompt, answer, rounds, vocabulary)
+            measured = measure(engines, batch, prompt, answer, rounds, vocabulary)
+            plain = next((row for row in measured if row["engine"] == "meshwright, plain"), None)
+            if plain is not None:
+                plain["predicted"] = predict(folder, batch, prompt, answer, variants["plain"])
+            rows += measured
     machine = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     result = {"machine": machine, "torch": torch.__version__, "when": datetime.now(UTC).isoformat(timespec="seconds"), "rows": rows}
     if output is not None:
@@ -172,10 +189,13 @@ def main(
     if as_json:
         print(json.dumps(result))
         return
-    table = Table("engine", "batch", "a token every", "tokens/s while answering", "tokens/s in all", "first token", "same tokens", caption=machine)
+    table = Table(
+        "engine", "batch", "a token every", "tokens/s while answering", "tokens/s in all", "first token", "same tokens", "predicted", caption=machine
+    )
     for row in rows:
         figures = f"{row['step_s'] * 1e3:.2f} ms", f"{row['decode_tokens_per_s']:,.0f}", f"{row['tokens_per_s']:,.0f}", f"{row['prefill_s']:.3f} s"
-        table.add_row(row["engine"], str(row["batch"]), *figures, f"{row['same']:.0%}")
+        told = f"{row['predicted']['step_s'] * 1e3:.2f} ms (± {row['predicted']['error']:.0%})" if "predicted" in row else ""
+        table.add_row(row["engine"], str(row["batch"]), *figures, f"{row['same']:.0%}", told)
     Console().print(table)
 
 
