@@ -162,6 +162,20 @@ class EmbeddingRequest(_Strict):
     dimensions: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
     user: str | None = None
 
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """The texts, or their tokens, one by one."""
+        if isinstance(self.input, str):
+            return [self.input]
+        return [list(self.input)] if self.input and isinstance(self.input[0], int) else list(self.input)  # type: ignore[arg-type]
+
+    @field_validator("input")
+    @classmethod
+    def _some(cls, value: Any) -> Any:
+        if not value:
+            raise ValueError("it is empty: give some text")
+        return value
+
 
 def error_body(message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients expect it."""

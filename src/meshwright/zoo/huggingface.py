@@ -32,7 +32,7 @@ def load(path: str, *, seq: int | None, dropout: float, random_init: bool = Fals
     config = _load_config(Path(path))
     folder = Path(path) if not random_init and has_weights(Path(path)) else None
     if folder is None and not random_init:
-        _refuse_pickled_weights(Path(path))
+        refuse_pickled_weights(Path(path))
     length = _sequence_length(config, path, seq)
     _set_dropout(config, dropout)
     return Task(
@@ -72,7 +72,7 @@ def _describe_weights(folder: Path | None, random_init: bool) -> str:
     return "random weights, as random_init asks" if random_init else "random weights: there are no *.safetensors files beside its config.json"
 
 
-def _refuse_pickled_weights(path: Path) -> None:
+def refuse_pickled_weights(path: Path) -> None:
     """Raise for a folder whose weights are pickled: they are not read, because a pickle can run code, and random ones would be a surprise."""
     files = [p.name for pattern in _PICKLES for p in sorted(path.glob(pattern))] if path.is_dir() else []
     weights = [name for name in files if not name.startswith(_TRAINER_FILES)]
@@ -85,7 +85,7 @@ def _refuse_pickled_weights(path: Path) -> None:
         )
 
 
-def _import_transformers() -> Any:
+def import_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
@@ -103,7 +103,7 @@ def _load_config(path: Path) -> Any:
     if not isinstance(data, dict) or not isinstance(data.get("model_type", ""), str):
         raise RequestError(f"hf:{path}: {file} is no object with a model_type: give a model's config.json")
     try:
-        config = _import_transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        config = import_transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except RequestError:
         raise
     except Exception as error:  # configurations validate themselves, with errors of many types
@@ -149,7 +149,7 @@ def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
 
 
 def _auto_class(config: Any) -> Any:
-    transformers = _import_transformers()
+    transformers = import_transformers()
     return transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
 
 
@@ -170,7 +170,7 @@ def _load_pretrained(config: Any, folder: Path) -> nn.Module:
 @contextmanager
 def _progress_bars_disabled() -> Iterator[None]:
     """Disable transformers' progress bars, which every rank would draw."""
-    logging = _import_transformers().utils.logging
+    logging = import_transformers().utils.logging
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
