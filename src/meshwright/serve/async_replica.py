@@ -53,6 +53,7 @@ class AsyncReplica(ABC):
         self.facts: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
         self.failure = ""
+        self._error: MeshwrightError | None = None
         self.ended = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
         self._ready = asyncio.Event()
@@ -99,14 +100,14 @@ class AsyncReplica(ABC):
         finally:
             listener.close()
         if not self._ready.is_set():
-            raise MeshwrightError(self.failure or "the replica ended before it was ready")
+            raise self._error or MeshwrightError("the replica ended before it was ready")
         self.state = "ready"
 
     async def _run(self, channel: Path) -> None:
         try:
             await self.ranks.run(self.job.target, self.job.arguments(channel))
         except MeshwrightError as error:
-            self.failure = str(error)
+            self.failure, self._error = str(error), error
         self.state = "dead"
         self._give_up()
         self.ended.set()

@@ -3,6 +3,10 @@
 [Note: when a batch goes]
 A replica has at most two batches, one that it computes and one that waits at its door. While both places are taken samples gather, so batches grow
 with the load and need no clock. A replica with nothing to do takes what is there at once; with `max_wait_s` it waits so long for a fuller batch.
+
+[Note: deadly samples]
+The samples of a replica that died go to others again, each with a replica to itself, so that one that ends whoever computes it does so alone, and
+gives up after some.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ from meshwright.core.errors import MeshwrightError, RunError
 from meshwright.serve.async_replica import AsyncReplica, ReplicaDied, ReplicaJob
 from meshwright.serve.input_specs import InputSpec, specs_from_data
 from meshwright.serve.replica_ranks import ReplicaRanks
-from meshwright.serve.replica_set import MAX_RETRIES, NotReadyError, OverloadedError, ReplicaSet
+from meshwright.serve.replica_set import NotReadyError, OverloadedError, ReplicaSet
 from meshwright.serve.service_metrics import ServiceMetrics
 from meshwright.serve.tensor_messages import Array, decode_arrays
 
 _IN_FLIGHT = 2  # batches of one replica
 _MAX_BATCH_BYTES = 1 << 28
+_MAX_DEATHS = 3  # of replicas that computed one sample
 _TRY_OUT_S = 120.0
 
 
@@ -38,7 +43,7 @@ class SampleError(MeshwrightError):
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """What one sample got: a tree whose leaves {"$": i} and {"=": i} stand for array i."""
+    """What one sample got: a tree in which {"$": i} stands for array i, and {"": {…}} for an object."""
 
     tree: Any
     arrays: tuple[Array, ...]
@@ -57,7 +62,7 @@ class Waiting:
     key: tuple[Any, ...]
     arrived: float
     output: asyncio.Future[SampleOutput]
-    attempts: int = 0
+    deaths: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +77,7 @@ class PredictReplica(AsyncReplica):
         self._batches: dict[int, asyncio.Future[list[SampleOutput | SampleError]]] = {}
         self._sizes: dict[int, int] = {}
         self._ids = itertools.count(1)
+        self.is_reserved = False  # what it has now should be all that it has
 
     @property
     def load(self) -> int:
@@ -81,23 +87,24 @@ class PredictReplica(AsyncReplica):
     def specs(self) -> tuple[InputSpec, ...]:
         return specs_from_data(self.facts.get("inputs", ()))
 
-    async def compute(self, kind: str, samples: Sequence[Mapping[str, Array]]) -> list[SampleOutput | SampleError]:
-        """The output of each sample; ReplicaDied if it cannot be had here."""
-        if self.state == "dead":
-            raise ReplicaDied(self.failure)
+    def submit(
+        self, kind: str, samples: Sequence[Mapping[str, Array]], *, is_reserved: bool = False
+    ) -> asyncio.Future[list[SampleOutput | SampleError]]:
+        """The output of each sample, in time; ReplicaDied if it cannot be had here."""
         batch = next(self._ids)
         future: asyncio.Future[list[SampleOutput | SampleError]] = asyncio.get_running_loop().create_future()
         self._batches[batch], self._sizes[batch] = future, len(samples)
+        self.is_reserved = is_reserved
         names = list(samples[0])
         self._send({"batch": batch, "kind": kind, "names": names}, [_stacked([sample[name] for sample in samples]) for name in names])
-        return await future
+        return future
 
     async def try_out(self) -> None:
         """It has answered a made-up batch when it started, if its shapes are known; its weights must be numbers."""
         if not all(spec.is_fixed for spec in self.specs):
             return
         sample = {spec.name: np.zeros([dim or 0 for dim in spec.shape or ()], spec.dtype) for spec in self.specs}
-        output = (await asyncio.wait_for(self.compute("predict", [sample]), _TRY_OUT_S))[0]
+        output = (await asyncio.wait_for(self.submit("predict", [sample]), _TRY_OUT_S))[0]
         if isinstance(output, SampleError):
             raise RunError(f"the new model does not answer: {output}")
         if any(array.dtype.kind == "f" and np.isnan(array).all() for array in output.arrays if array.size):
@@ -107,11 +114,12 @@ class PredictReplica(AsyncReplica):
         future, size = self._batches.pop(message["done"], None), self._sizes.pop(message["done"], 0)
         if future is None or future.done():
             return
+        self.is_reserved = False
         arrays = decode_arrays(message, payload)
         found: list[Any] = [SampleError("the replica gave no output")] * size
         for group in message["groups"]:
             own = arrays[group["first"] : group["first"] + group["count"]]
-            rows = _row_leaves(group["tree"])
+            rows = {*group["rows"]}
             for place, sample in enumerate(group["samples"]):
                 part = tuple(array[place] if i in rows else array for i, array in enumerate(own))
                 found[sample] = SampleError(group["error"]) if group["error"] else SampleOutput(group["tree"], part)
@@ -184,7 +192,8 @@ class Batcher:
             except NotReadyError as error:
                 self._fail_all(error)
                 return
-            free = [replica for replica in ready if replica.load < _IN_FLIGHT]
+            most = 1 if self._retries else _IN_FLIGHT
+            free = [replica for replica in ready if replica.load < most and not replica.is_reserved]
             replica = min(free, key=lambda replica: replica.load, default=None)
             wait_s = self._patience(replica)
             if replica is not None and wait_s <= 0:
@@ -234,13 +243,13 @@ class Batcher:
         self._retries.clear()
 
     def _give(self, replica: PredictReplica, batch: list[Waiting]) -> None:
-        work = replica.compute(batch[0].kind, [sample.inputs for sample in batch])
+        work = replica.submit(batch[0].kind, [sample.inputs for sample in batch], is_reserved=batch[0].deaths > 0)
         task = asyncio.create_task(self._settle(work, batch))
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
         self._metrics.predict_batch.observe(len(batch))
 
-    async def _settle(self, work: Any, batch: list[Waiting]) -> None:
+    async def _settle(self, work: asyncio.Future[list[SampleOutput | SampleError]], batch: list[Waiting]) -> None:
         try:
             for sample, output in zip(batch, await work, strict=True):
                 if sample.output.done():
@@ -258,11 +267,11 @@ class Batcher:
             self._wake.set()
 
     def _retry(self, sample: Waiting, reason: str) -> None:
-        sample.attempts += 1
-        if sample.attempts <= MAX_RETRIES:
+        sample.deaths += 1
+        if sample.deaths < _MAX_DEATHS:
             self._retries.append(sample)
         elif not sample.output.done():
-            sample.output.set_exception(RunError(f"the sample ended {sample.attempts} replicas: {reason}"))
+            sample.output.set_exception(RunError(f"the sample ended {sample.deaths} replicas: {reason}"))
 
 
 def _key(kind: str, inputs: Mapping[str, Array]) -> tuple[Any, ...]:
@@ -273,18 +282,7 @@ def _stacked(arrays: Sequence[Array]) -> Array:
     return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
-def _row_leaves(tree: Any) -> set[int]:
-    """The arrays of a tree that have a row for each sample."""
-    if isinstance(tree, dict):
-        if set(tree) == {"$"}:
-            return {tree["$"]}
-        return set().union(*map(_row_leaves, tree.values()))
-    return set().union(*map(_row_leaves, tree)) if isinstance(tree, list) else set()
-
-
 def _filled(tree: Any, arrays: Sequence[Array]) -> Any:
     if isinstance(tree, dict):
-        if set(tree) in ({"$"}, {"="}):
-            return arrays[next(iter(tree.values()))].tolist()
-        return {key: _filled(value, arrays) for key, value in tree.items()}
+        return arrays[tree["$"]].tolist() if "$" in tree else {key: _filled(value, arrays) for key, value in tree[""].items()}
     return [_filled(value, arrays) for value in tree] if isinstance(tree, list) else tree

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.errors import RunError
 from meshwright.serve.model_inputs import ModelInputs
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the largest number of an output
@@ -33,13 +34,22 @@ class ModelBrokenError(Exception):
 
 @dataclass(frozen=True)
 class Outputs:
-    """What some samples of a batch, by their places in it, got: a tree of plain data whose leaves are {"$": i} for row after row of tensor i, or
-    {"=": i} for all of it. `error` stands instead of them."""
+    """What some samples of a batch, by their places in it, got: a tree of plain data in which {"$": i} stands for tensor i and {"": {…}} for an
+    object. The tensors in `rows` have a row for each sample; the others are the same for all. `error` stands instead of them."""
 
     samples: tuple[int, ...]
     tree: Any = None
     tensors: tuple[Tensor, ...] = ()
+    rows: frozenset[int] = frozenset()
     error: str = ""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Whether samples of one shape may go together, and which of the output's tensors have a row for each."""
+
+    together: bool
+    rows: frozenset[int]
 
 
 class PredictModel:
@@ -48,33 +58,33 @@ class PredictModel:
 
     def __init__(self, call: Callable[[Inputs], Any], sizes: Sequence[int] = (), agreed: Callable[[bool], bool] = lambda verdict: verdict) -> None:
         self._call, self._sizes, self._agreed = call, sorted(sizes), agreed
-        self._together: OrderedDict[Any, bool] = OrderedDict()  # by the shapes of a sample
+        self._verdicts: OrderedDict[Any, _Verdict] = OrderedDict()  # by the shapes of a sample
         self.left_out: set[str] = set()  # types of outputs that are no plain data
 
     @torch.inference_mode()
     def run(self, inputs: Inputs) -> list[Outputs]:
         """The outputs of all samples of a batch."""
         count = next(iter(inputs.values())).shape[0]
-        if count == 1:
-            return [self._alone(inputs, 0)]
         key = tuple((name, *tensor.shape[1:], tensor.dtype) for name, tensor in inputs.items())
-        if key not in self._together:
+        verdict = self._verdicts.get(key)
+        if verdict is None:
             return self._try_together(key, inputs, count)
-        if self._together[key]:
+        if verdict.together and count > 1:
             try:
-                return [self._outputs(self._padded(inputs, count), tuple(range(count)))]
+                return [self._outputs(self._padded(inputs, count), tuple(range(count)), verdict.rows)]
             except Exception as error:  # of one sample, perhaps: the others are answered
                 _raise_if_broken(error)
-        return [self._alone(inputs, i) for i in range(count)]
+        return [self._alone(inputs, i, verdict.rows) for i in range(count)]
 
     @property
     def samples_meet(self) -> bool:
         """Whether a batch has given other results than its samples alone."""
-        return not all(self._together.values())
+        return not all(verdict.together for verdict in self._verdicts.values())
 
-    def _alone(self, inputs: Inputs, place: int) -> Outputs:
+    def _alone(self, inputs: Inputs, place: int, rows: frozenset[int] | None = None) -> Outputs:
+        """One sample's outputs; as long as nothing is known, tensors with one row have it for the sample."""
         try:
-            return self._outputs({name: tensor[place : place + 1] for name, tensor in inputs.items()}, (place,))
+            return self._outputs({name: tensor[place : place + 1] for name, tensor in inputs.items()}, (place,), rows)
         except Exception as error:
             _raise_if_broken(error)
             return Outputs((place,), error=_first_line(error))
@@ -84,15 +94,18 @@ class PredictModel:
         if any(outputs.error for outputs in alone):  # nothing is known yet
             return alone
         more = {name: torch.cat([tensor, _unlike(tensor[:1])]) for name, tensor in inputs.items()}
+        rows = alone[0].rows
         try:
-            verdict = _agree(self._outputs(self._padded(more, count + 1), tuple(range(count + 1))), alone)
+            together = self._outputs(self._padded(more, count + 1), tuple(range(count + 1)), None)
+            rows = _rows(alone[0], together)
+            verdict = _agree(together, alone, rows)
         except Exception as error:
             _raise_if_broken(error)
             verdict = False
-        self._together[key] = self._agreed(verdict)
-        if len(self._together) > _MAX_SHAPES:
-            self._together.popitem(last=False)
-        return alone
+        self._verdicts[key] = _Verdict(self._agreed(verdict), rows)
+        if len(self._verdicts) > _MAX_SHAPES:
+            self._verdicts.popitem(last=False)
+        return [replace(outputs, rows=rows) for outputs in alone]
 
     def _padded(self, inputs: Inputs, count: int) -> Inputs:
         """The batch with its last sample repeated up to the next size."""
@@ -101,28 +114,32 @@ class PredictModel:
             return inputs
         return {name: torch.cat([tensor, tensor[-1:].expand(size - count, *tensor.shape[1:])]) for name, tensor in inputs.items()}
 
-    def _outputs(self, inputs: Inputs, samples: tuple[int, ...]) -> Outputs:
+    def _outputs(self, inputs: Inputs, samples: tuple[int, ...], rows: frozenset[int] | None) -> Outputs:
         size = next(iter(inputs.values())).shape[0]
         tensors: list[Tensor] = []
-        tree = self._plain(self._call(inputs), tensors, size)
-        return Outputs(samples, tree, tuple(t[: len(samples)] if t.dim() and t.shape[0] == size else t for t in tensors))
+        tree = self._plain(self._call(inputs), tensors)
+        found = frozenset(i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == size)
+        if rows is not None and not rows <= found:
+            raise RunError("an output has not the shape that it had when the model was tried")
+        if rows is None:
+            return Outputs(samples, tree, tuple(tensors), found)
+        return Outputs(samples, tree, tuple(t[: len(samples)] if i in rows else t for i, t in enumerate(tensors)), rows)
 
-    def _plain(self, value: Any, tensors: list[Tensor], size: int) -> Any:
+    def _plain(self, value: Any, tensors: list[Tensor]) -> Any:
         """Outputs as lists, objects and numbers, with places for the tensors."""
         if isinstance(value, Tensor):
             tensors.append(value)
-            return {"$" if value.dim() and value.shape[0] == size else "=": len(tensors) - 1}
+            return {"$": len(tensors) - 1}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Mapping):
-            named = {str(key): self._plain(entry, tensors, size) for key, entry in value.items() if entry is not None}
-            return named if set(named) not in ({"$"}, {"="}) else [named]  # not to be taken for a place
+            return {"": {str(key): self._plain(entry, tensors) for key, entry in value.items() if entry is not None}}
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            return self._plain(value._asdict(), tensors, size)
+            return self._plain(value._asdict(), tensors)
         if isinstance(value, (tuple, list)):
-            return [self._plain(entry, tensors, size) for entry in value]
+            return [self._plain(entry, tensors) for entry in value]
         if dataclasses.is_dataclass(value):
-            return self._plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, tensors, size)
+            return self._plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, tensors)
         self.left_out.add(type(value).__name__)
         return None
 
@@ -151,14 +168,22 @@ def _unlike(sample: Tensor) -> Tensor:
     return torch.randint(int(low), int(high) + 1, sample.shape, generator=generator).to(sample.device, sample.dtype)
 
 
-def _agree(together: Outputs, alone: Sequence[Outputs]) -> bool:
-    """Whether each of these samples has got together, where there may be further ones, what it got alone, but for rounding."""
-    for place, outputs in enumerate(alone):
-        if outputs.tree != together.tree:
-            return False
-        for mine, all_of_them in zip(outputs.tensors, together.tensors, strict=True):
-            is_row = mine.dim() > 0 and mine.shape[0] == 1 and mine.dim() == all_of_them.dim() and all_of_them.shape[0] > len(alone)
-            if not _close(mine[0] if is_row else mine, all_of_them[place] if is_row else all_of_them):
+def _rows(alone: Outputs, together: Outputs) -> frozenset[int]:
+    """The tensors that have a row for each sample. None, if the outputs for more samples are of another form: a list with one entry a sample, say.
+    A sample then gets what the model gives for a batch of one."""
+    if alone.tree != together.tree or len(alone.tensors) != len(together.tensors):
+        return frozenset()
+    return frozenset(i for i in alone.rows & together.rows if alone.tensors[i].shape[1:] == together.tensors[i].shape[1:])
+
+
+def _agree(together: Outputs, alone: Sequence[Outputs], rows: frozenset[int]) -> bool:
+    """Whether each of these samples has got together, where there is a further one, what it got alone, but for rounding."""
+    if any(outputs.tree != together.tree or len(outputs.tensors) != len(together.tensors) for outputs in alone):
+        return False
+    for i, all_of_them in enumerate(together.tensors):
+        for place, outputs in enumerate(alone):
+            mine = outputs.tensors[i]
+            if not _close(mine[0] if i in rows else mine, all_of_them[place] if i in rows else all_of_them):
                 return False
     return True
 

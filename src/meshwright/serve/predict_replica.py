@@ -164,7 +164,8 @@ class Predictor:
         for outputs in self._run(header["kind"], self._shared(tensors)):
             begin = len(found)
             found += [_to_array(tensor) for tensor in outputs.tensors]
-            groups.append({"samples": outputs.samples, "tree": outputs.tree, "first": begin, "count": len(outputs.tensors), "error": outputs.error})
+            about = {"tree": outputs.tree, "first": begin, "count": len(outputs.tensors), "rows": sorted(outputs.rows), "error": outputs.error}
+            groups.append({"samples": outputs.samples, **about})
         self._batches += 1
         self._samples += arrays[0].shape[0] if arrays else 0
         self._compute_s += time.perf_counter() - started

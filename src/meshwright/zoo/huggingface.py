@@ -136,10 +136,9 @@ def _set_dropout(config: Any, dropout: float) -> None:
 
 
 def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
-    """The model on torch's current device. Weights are not read on meta or fake tensors: a trace needs only their shapes."""
-    probe = torch.empty(0)
-    if folder is not None and not probe.is_meta and not isinstance(probe, FakeTensor):
-        return _load_pretrained(config, folder).to(probe.device)
+    """The model on torch's current device."""
+    if folder is not None and reads_weights():
+        return load_pretrained(_auto_class(config), config, folder).to(torch.empty(0).device)
     try:
         return _auto_class(config).from_config(config, dtype=torch.float32)
     except torch.OutOfMemoryError:
@@ -153,12 +152,18 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
 
 
-def _load_pretrained(config: Any, folder: Path) -> nn.Module:
+def reads_weights() -> bool:
+    """Whether a model that is built now may have its weights: on meta or fake tensors, a trace needs only their shapes."""
+    probe = torch.empty(0)
+    return not probe.is_meta and not isinstance(probe, FakeTensor)
+
+
+def load_pretrained(model_class: Any, config: Any, folder: Path) -> nn.Module:
     """The model with the folder's weights, in fp32 on the host. A tensor missing from the files is an error, since it would be random."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
     try:
         with torch.device("cpu"), _progress_bars_disabled():
-            model, info = _auto_class(config).from_pretrained(str(folder), config=config, output_loading_info=True, **options)
+            model, info = model_class.from_pretrained(str(folder), config=config, output_loading_info=True, **options)
     except Exception as error:  # safetensors and transformers raise their own types for files that are broken, truncated or of another model
         raise RequestError(f"hf:{folder}: its weights cannot be loaded: {one_line(error)}; repair the files, or --set random_init=true") from error
     if missing := sorted(info["missing_keys"]):

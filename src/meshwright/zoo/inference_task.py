@@ -73,15 +73,17 @@ def _transformers_task(path: Path, name: str) -> Task:
     folder = path if huggingface.has_weights(path) else None
     return Task(
         name=name,
-        build=partial(_build, model_class, config, name),
-        architecture=partial(_build, model_class, config, name),
+        build=partial(_build, model_class, config, name, folder),
+        architecture=partial(_build, model_class, config, name, None),
         loss=_sum_of_outputs,
         fields=_fields(config, getattr(model_class, "main_input_name", "input_ids")),
         weights=str(folder) if folder is not None else "",
     )
 
 
-def _build(model_class: Any, config: Any, name: str) -> nn.Module:
+def _build(model_class: Any, config: Any, name: str, folder: Path | None) -> nn.Module:
+    if folder is not None and huggingface.reads_weights():
+        return huggingface.load_pretrained(model_class, config, folder).to(torch.empty(0).device)
     try:
         return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
     except torch.OutOfMemoryError:
