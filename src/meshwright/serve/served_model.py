@@ -8,17 +8,18 @@ from pathlib import Path
 
 from meshwright import zoo
 from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import to_data
 from meshwright.core.serve_policy import ServePolicy
-from meshwright.core.workload import Precision
 from meshwright.describe.discover import discover
+from meshwright.plan import check_inference_mesh
 from meshwright.serve.async_replica import ReplicaJob
 from meshwright.serve.config import ServeConfig
-from meshwright.serve.generation import Say, prepare_model, serve_mesh
+from meshwright.serve.generation import Say, prepare_model
 from meshwright.serve.model_source import MODEL_FOLDER, ModelSource, describe_source, find_model
 from meshwright.serve.predict_replica import PredictOptions
-from meshwright.serve.serve_plan import check_serve_mesh, make_serve_plan
+from meshwright.serve.serve_plan import make_constraints, make_serve_plan, requested_mesh
 from meshwright.serve.text import TextCodec, find_codec, has_tokenizer
 
 _MOST_SIZES = 64
@@ -31,6 +32,7 @@ class ServedModel:
     source: ModelSource
     job: ReplicaJob
     codec: TextCodec | None
+    replicas: int
 
     @property
     def plan(self) -> Plan:
@@ -44,13 +46,14 @@ def prepare_served(config: ServeConfig, run_dir: Path, environ: Mapping[str, str
         prepared = prepare_model(config, run_dir, environ, say)
         end_tokens = list(prepared.codec.end_tokens)
         job = ReplicaJob("meshwright.serve.replica_process:serve_rank", prepared.source, prepared.plan, {"end_tokens": end_tokens})
-        return ServedModel(prepared.source, job, prepared.codec)
-    plan = _plan_predictions(config, source, environ, say)
+        return ServedModel(prepared.source, job, prepared.codec, prepared.plan.serve.replicas)
+    plan, replicas = _plan_predictions(config, source, environ, say)
     folder = Path(source.tokenizer) if source.tokenizer else None
     codec = find_codec(folder, 256) if has_tokenizer(folder) else None
     options = PredictOptions(_batch_sizes(config), config.pooling, codec is not None)
     say(f"{source.name}: {describe_source(source)}; {plan.summary()}")
-    return ServedModel(source, ReplicaJob("meshwright.serve.predict_replica:serve_predict_rank", source, plan, {"options": to_data(options)}), codec)
+    job = ReplicaJob("meshwright.serve.predict_replica:serve_predict_rank", source, plan, {"options": to_data(options)})
+    return ServedModel(source, job, codec, replicas)
 
 
 def find_served(config: ServeConfig, run_dir: Path, environ: Mapping[str, str]) -> ModelSource:
@@ -63,26 +66,27 @@ def find_served(config: ServeConfig, run_dir: Path, environ: Mapping[str, str]) 
     return replace(source, kind=kind)
 
 
-def _plan_predictions(config: ServeConfig, source: ModelSource, environ: Mapping[str, str], say: Say) -> Plan:
-    mesh = serve_mesh(config)
+def _plan_predictions(config: ServeConfig, source: ModelSource, environ: Mapping[str, str], say: Say) -> tuple[Plan, int]:
+    """The plan of a replica, and how many there are."""
+    if config.quantize != "none" or config.speculate != "none":
+        raise RequestError(f"{source.name}: quantize and speculate are for models that generate text: leave them out")
+    requested, replicas = requested_mesh(config)
+    mesh = requested or Mesh()
     if mesh.pp > 1:
         raise RequestError(f"--mesh {mesh}: a model that answers samples is split over tp alone: use --mesh tp={mesh.size}, or --replicas")
-    cluster = discover(environ, ranks=mesh.size)
-    precision: Precision = "fp32" if config.precision == "auto" else config.precision
     if config.plan != "auto":
         plan = Plan.load(Path(config.plan))
-        check_serve_mesh(plan.mesh)
-    else:
-        task = source.load_task()
-        if mesh.size > 1 and not task.fields:
-            raise RequestError(
-                f"{source.name}: to split it, its inputs must be known: give the module `fields`, a mapping of names to meshwright Field"
-            )
-        if mesh.size > 1:
-            say(f"planning {mesh} for {source.name}")
-        threads = config.threads or cluster.threads_per_rank(mesh.size) or 0
-        plan = make_serve_plan(task, mesh, cluster, precision, ServePolicy(), config.backend or "", threads)
-    return replace(plan, compile="model") if config.compile else plan
+        check_inference_mesh(plan.mesh)
+        return replace(plan, compile="model" if config.compile else plan.compile), replicas or plan.serve.replicas
+    cluster = discover(environ, ranks=mesh.size * (replicas or 1))
+    constraints = make_constraints(config, cluster.devices[0].kind)
+    constraints = replace(constraints, precision="fp32" if config.precision == "auto" else config.precision)
+    task = source.load_task()
+    if mesh.size > 1 and not task.fields:
+        raise RequestError(f"{source.name}: to split it, its inputs must be known: give the module `fields`, a mapping of names to meshwright Field")
+    if mesh.size > 1:
+        say(f"planning {mesh} for {source.name}")
+    return make_serve_plan(task, mesh, cluster, ServePolicy(replicas=replicas or 1), constraints), replicas or 1
 
 
 def _batch_sizes(config: ServeConfig) -> tuple[int, ...]:
