@@ -108,7 +108,17 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     def start(*arguments: str, cwd: Path | None = None, ready: bool = True, **environ: str) -> Served:
         folder = tmp_path_factory.mktemp("served")
         log = folder / "log"
-        command = [sys.executable, "-m", "meshwright.cli.main", "serve", *arguments, "--port", "0", "--json", "--log", str(log)]
+        command = [
+            sys.executable,
+            "-m",
+            "meshwright.cli.main",
+            "serve",
+            *arguments,
+            *(() if "--port" in arguments else ("--port", "0")),
+            "--json",
+            "--log",
+            str(log),
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
         process = subprocess.Popen(command, cwd=cwd or folder, stdout=subprocess.PIPE, stderr=(folder / "err").open("w"), text=True, env=env)
         first: list[str] = []

@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from meshwright.serve.openai_schema import error_body
 from meshwright.serve.service_metrics import ServiceMetrics
 
@@ -82,10 +84,9 @@ class Access:
                 await _answer(send_noted, *refusal)
             else:
                 await self._app(scope, body.receive, send_noted)
-        except _BodyError as error:
+        except asyncio.CancelledError:  # the time for answers under way is over
             if not facts["status"]:
-                await _discard_body(receive)
-                await _answer(send_noted, error.status, str(error))
+                await _answer(send_noted, 503, "the server is shutting down")
         finally:
             self._bodies_bytes -= body.read
             self._metrics.under_way -= 1
@@ -111,7 +112,7 @@ class Access:
         """Note that so many bytes of a body have come."""
         self._bodies_bytes += count
         if self._bodies_bytes > self._limits.max_bodies_bytes:
-            raise _BodyError(429, "too many large requests are on their way: try again in a moment")
+            raise BodyError(429, "too many large requests are on their way: try again in a moment")
 
     def _note(self, scope: Scope, facts: dict[str, Any], seconds: float) -> None:
         path = scope["path"] if scope["path"] in _KNOWN_PATHS else "other"
@@ -140,12 +141,13 @@ class _Body:
             async with asyncio.timeout(max(self._deadline - time.monotonic(), 0.001)):
                 message = await self._receive()
         except TimeoutError:
-            raise _BodyError(408, f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+            raise BodyError(408, f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
         count = len(message.get("body", b""))
         self.read += count
         self._take(count)
         if self.read > self._limits.max_body_bytes:
-            raise _BodyError(413, too_large(self._limits.max_body_bytes))
+            await _discard_body(self._receive)
+            raise BodyError(413, too_large(self._limits.max_body_bytes))
         self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
@@ -168,10 +170,11 @@ def _stranger(headers: Mapping[bytes, bytes]) -> str:
     return ""
 
 
-class _BodyError(Exception):
+class BodyError(HTTPException):
+    """A body that is not taken. What is left of it cannot be told from a next request, so the connection ends."""
+
     def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
+        super().__init__(status, reason, {"connection": "close"})
 
 
 async def _discard_body(receive: Receive) -> None:

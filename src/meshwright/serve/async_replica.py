@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -53,6 +54,7 @@ class AsyncReplica(ABC):
         self.facts: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
         self.failure = ""
+        self.last_heard = time.monotonic()  # or since when it has had something to do
         self._error: MeshwrightError | None = None
         self.ended = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
@@ -116,6 +118,7 @@ class AsyncReplica(ABC):
         self._writer = writer
         with suppress(ConnectionError, asyncio.IncompleteReadError, ValueError):
             while line := await reader.readline():
+                self.last_heard = time.monotonic()
                 message = json.loads(line)
                 payload = await reader.readexactly(payload_size(message))
                 self.stats = message.get("stats", self.stats)
@@ -127,7 +130,10 @@ class AsyncReplica(ABC):
         writer.close()
 
     def _send(self, message: Mapping[str, Any], arrays: Sequence[Array] = ()) -> None:
+        """Before it is noted as work."""
         assert self._writer is not None
+        if not self.load:
+            self.last_heard = time.monotonic()
         with suppress(ConnectionError, RuntimeError):  # it has died: those who wait are told
             for part in encode_message(message, arrays):
                 self._writer.write(part)

@@ -62,6 +62,7 @@ class ServeConfig(BaseModel):
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="how long a body may take to arrive")
     header_timeout_s: float = Field(15.0, gt=0, le=3600, description="how long a connection may be silent before its request is there")
     request_timeout_s: float = Field(600.0, gt=0, le=86_400, description="how long an answer may take; its place is then given to another")
+    hang_timeout_s: float = Field(300.0, gt=0, le=86_400, description="a replica that has work and says nothing for so long is started again")
     max_connections: int = Field(4096, ge=1, le=1_000_000, description="connections at once; further ones are closed")
     reload_every_s: float = Field(
         0.0, ge=0, le=86_400, description="look so often for newer weights and put them in place; 0: only POST /v1/reload does"

@@ -6,15 +6,27 @@ from __future__ import annotations
 import asyncio
 import importlib
 import resource
+from dataclasses import dataclass
 from typing import Any
 
 _REFUSAL = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 MAX_HEADER_BYTES = 1 << 16
-_CHECKS = 4  # in the time that a connection may be silent
+_CHECKS = 4  # in the shortest time of these
 
 
-def limited_protocol(timeout_s: float, keep_alive_s: float, max_connections: int) -> type[asyncio.Protocol]:
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How long a request's headers may take to be whole, how long a connection may be idle, and how long an answer may not be read."""
+
+    header_s: float = 15.0
+    idle_s: float = 30.0
+    unread_s: float = 30.0
+    connections: int = 4096
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """uvicorn's protocol for HTTP (of httptools where that is installed, else of h11) with these limits."""
+    interval_s = min(limits.header_s, limits.idle_s, limits.unread_s) / _CHECKS
     base: Any = importlib.import_module("uvicorn.protocols.http.auto").AutoHTTPProtocol
 
     class LimitedProtocol(base):  # type: ignore[misc]
@@ -25,12 +37,13 @@ def limited_protocol(timeout_s: float, keep_alive_s: float, max_connections: int
             super().connection_made(transport)
             self._heard = self._began = self.loop.time()
             self._unparsed = 0
-            self._stalled: float | None = None  # since when the client does not read
+            self._is_paused = False
+            self._unread, self._moved = 0, self._heard  # bytes that the client has still to read, and when they were last seen to be fewer
             self._timer: asyncio.TimerHandle | None = None
-            if len(self.connections) > max_connections:
+            if len(self.connections) > limits.connections:
                 self._refuse(b"503 Service Unavailable")
                 return
-            self._timer = self.loop.call_later(timeout_s / _CHECKS, self._check_silence)
+            self._timer = self.loop.call_later(interval_s, self._check_silence)
 
         def data_received(self, data: bytes) -> None:
             cycle, is_whole = self.cycle, self.cycle is None or not self.cycle.more_body
@@ -44,11 +57,11 @@ def limited_protocol(timeout_s: float, keep_alive_s: float, max_connections: int
                     self._refuse(b"431 Request Header Fields Too Large")
 
         def pause_writing(self) -> None:
-            self._stalled = self.loop.time()
+            self._is_paused, self._moved = True, self.loop.time()
             super().pause_writing()
 
         def resume_writing(self) -> None:
-            self._stalled = None
+            self._is_paused = False
             super().resume_writing()
 
         def on_response_complete(self) -> None:
@@ -65,14 +78,22 @@ def limited_protocol(timeout_s: float, keep_alive_s: float, max_connections: int
 
         def _check_silence(self) -> None:
             now = self.loop.time()
-            if self.transport.is_closing() or (self._stalled is not None and now - self._stalled > max(timeout_s, keep_alive_s)):
+            if self._is_unread_for(now) > limits.unread_s:
                 self.transport.abort()  # what was written is not waited for
-            elif not self._is_answering() and self._unparsed and now - self._began > timeout_s:
+                return
+            if not self._is_answering() and self._unparsed and now - self._began > limits.header_s:
                 self._refuse(b"408 Request Timeout")
-            elif not self._is_answering() and not self._unparsed and now - self._heard > max(timeout_s, keep_alive_s):
+            elif not self._is_answering() and not self._unparsed and now - self._heard > limits.idle_s:
                 self.transport.close()
-            else:
-                self._timer = self.loop.call_later(timeout_s / _CHECKS, self._check_silence)
+            self._timer = self.loop.call_later(interval_s, self._check_silence)
+
+        def _is_unread_for(self, now: float) -> float:
+            """How long the client has read nothing of an answer that waits for it."""
+            unread = self.transport.get_write_buffer_size()
+            if unread < self._unread or not (self._is_paused or self.transport.is_closing()):
+                self._moved = now
+            self._unread = unread
+            return now - self._moved if unread else 0.0
 
         def _refuse(self, status: bytes) -> None:
             if not self._is_answering():

@@ -93,10 +93,10 @@ class PredictReplica(AsyncReplica):
         """The output of each sample, in time; ReplicaDied if it cannot be had here."""
         batch = next(self._ids)
         future: asyncio.Future[list[SampleOutput | SampleError]] = asyncio.get_running_loop().create_future()
-        self._batches[batch], self._sizes[batch] = future, len(samples)
-        self.is_reserved = is_reserved
         names = list(samples[0])
         self._send({"batch": batch, "kind": kind, "names": names}, [_stacked([sample[name] for sample in samples]) for name in names])
+        self._batches[batch], self._sizes[batch] = future, len(samples)
+        self.is_reserved = is_reserved
         return future
 
     async def try_out(self) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from meshwright.core.errors import MeshwrightError, RunError
 from meshwright.launch import ForkServer, WorkerPool
 
 _PRELOAD = ("meshwright.serve.replica_process", "meshwright.serve.predict_replica")
+_END_S = 3.0  # between asking ranks to end and killing them
 T = TypeVar("T")
 
 
@@ -41,13 +45,17 @@ class LocalRanks:
         self._threads, self._environ = threads, environ
         self._fork_server: ForkServer | None = None
         self._pool: WorkerPool | None = None
+        self._changing = asyncio.Lock()  # two pools must not talk to one fork server
+        self._idle = asyncio.Event()  # no call is under way
+        self._idle.set()
 
     @property
     def pids(self) -> list[int]:
         return self._pool.pids if self._pool is not None else []
 
     async def open(self, world: int) -> None:
-        await in_thread(self._open, world)
+        async with self._changing:
+            await in_thread(self._open, world)
 
     def _open(self, world: int) -> None:
         """With a new fork server, if the old one has ended."""
@@ -63,21 +71,34 @@ class LocalRanks:
 
     async def run(self, target: str, kwargs: Mapping[str, Any]) -> None:
         assert self._pool is not None
+        self._idle.clear()
         try:
             await in_thread(self._pool.call, target, kwargs)
-        except (OSError, ValueError) as error:  # the pool was closed
+        except (OSError, ValueError) as error:
             raise RunError(f"the replica ended: {error}") from None
+        finally:
+            self._idle.set()
 
     async def close(self) -> None:
-        if self._pool is not None:
+        """A call that is under way ends first: it reads what the fork server says of the ranks."""
+        async with self._changing:
+            if self._pool is None:
+                return
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for pid in self._pool.pids if not self._idle.is_set() else ():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._idle.wait(), _END_S)
             await in_thread(self._pool.close)
             self._pool = None
 
     async def release(self) -> None:
         await self.close()
-        if self._fork_server is not None:
-            await in_thread(self._fork_server.close)
-            self._fork_server = None
+        async with self._changing:
+            if self._fork_server is not None:
+                await in_thread(self._fork_server.close)
+                self._fork_server = None
 
 
 def in_thread(function: Callable[..., T], *args: Any) -> Awaitable[T]:

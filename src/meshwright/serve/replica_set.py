@@ -50,9 +50,9 @@ class ReplicaSet(Generic[R]):
 
     def __init__(
         self, make_replica: Callable[[str, ReplicaJob, ReplicaRanks], R], job: ReplicaJob, make_ranks: Callable[[], ReplicaRanks], *,
-        count: int = 1, log: Log = lambda kind, **facts: None,
+        count: int = 1, hang_timeout_s: float = 300.0, log: Log = lambda kind, **facts: None,
     ) -> None:  # fmt: skip
-        self.job, self.count, self.log = job, count, log
+        self.job, self.count, self.log, self._hang_timeout_s = job, count, log, hang_timeout_s
         self.replicas: list[R] = []
         self.restarts = 0
         self.accepted = 0  # requests under way
@@ -100,7 +100,18 @@ class ReplicaSet(Generic[R]):
         self.replicas = await self._start_all(self.job)
         for replica in self.replicas:
             self._watch(self._keep_alive(replica))
+        self._watch(self._end_hung())
         await self.notify()
+
+    async def _end_hung(self) -> None:
+        """Replicas that have work and say nothing for long are killed; they are then started again like others that died."""
+        while True:
+            await asyncio.sleep(min(self._hang_timeout_s / 4, 5.0))
+            for replica in self.ready:
+                silent_s = time.monotonic() - replica.last_heard
+                if replica.load and silent_s > self._hang_timeout_s:
+                    self.log("replica", replica=replica.name, state="hung", reason=f"it has not answered for {silent_s:.0f} s")
+                    await replica.ranks.close()
 
     async def _start_all(self, job: ReplicaJob) -> list[R]:
         self._generation += 1
@@ -115,9 +126,14 @@ class ReplicaSet(Generic[R]):
         return made
 
     def _watch(self, work: Any) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            self._watchers.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.log("defect", error=f"{type(error).__name__}: {error}")
+
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._watchers.add(task)
-        task.add_done_callback(self._watchers.discard)
+        task.add_done_callback(end)
 
     async def _keep_alive(self, replica: R) -> None:
         """Start a replica again when it dies, later each time that it dies at once."""
@@ -140,7 +156,7 @@ class ReplicaSet(Generic[R]):
     async def _start_again(self, replica: R) -> None:
         try:
             await replica.start()
-        except (MeshwrightError, OSError) as error:
+        except Exception as error:  # it is tried again, later, whatever it was
             replica.failure = replica.failure or str(error)
             if self._former is not None and replica.job is self.job:
                 self.job, self._former = self._former, None

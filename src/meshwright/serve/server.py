@@ -66,7 +66,9 @@ class ModelService:
         self.metrics = ServiceMetrics()
         kind: type[AsyncReplica] = TextReplica if self.model.source.kind == "text" else PredictReplica
         own_ranks: Callable[[], ReplicaRanks] = lambda: LocalRanks(self.model.plan.threads or 1, environ)  # noqa: E731
-        self.replicas: ReplicaSet[Any] = ReplicaSet(kind, self.model.job, make_ranks or own_ranks, count=self.model.replicas, log=self._note)
+        self.replicas: ReplicaSet[Any] = ReplicaSet(
+            kind, self.model.job, make_ranks or own_ranks, count=self.model.replicas, hang_timeout_s=config.hang_timeout_s, log=self._note
+        )  # fmt: skip
         self._version = _version(self.model.source)
         self.app = self._make_app(api_key)
 
@@ -140,13 +142,14 @@ class Server:
         """Serve until SIGINT or SIGTERM; requests under way are then answered. `announce` is told the address when requests are taken."""
         import uvicorn
 
-        from meshwright.serve.connection_limits import MAX_HEADER_BYTES, limited_protocol, raise_descriptor_limit
+        from meshwright.serve.connection_limits import MAX_HEADER_BYTES, ConnectionLimits, limited_protocol, raise_descriptor_limit
 
-        raise_descriptor_limit(self._config.max_connections)
+        config = self._config
+        raise_descriptor_limit(config.max_connections)
         settings = uvicorn.Config(
             self.service.app, lifespan="on", ws="none", log_level="error", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
-            http=limited_protocol(self._config.header_timeout_s, _KEEP_ALIVE_S, self._config.max_connections),
-            timeout_graceful_shutdown=int(self._config.grace_s), h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            http=limited_protocol(ConnectionLimits(config.header_timeout_s, _KEEP_ALIVE_S, config.body_timeout_s, config.max_connections)),
+            timeout_graceful_shutdown=int(config.grace_s), h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
         with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
             runner.run(self._serve(uvicorn.Server(settings), listener, announce))

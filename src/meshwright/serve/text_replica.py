@@ -51,8 +51,8 @@ class TextReplica(AsyncReplica):
         """Queue a request whose first `num_prompt` tokens are the prompt."""
         self._next += 1
         request = Submitted(self._next, len(tokens) - num_prompt + params.max_tokens + len(tokens) // 8)
-        self._requests[request.id] = request
         self._send({"submit": request.id, "tokens": list(tokens), "params": encode_params(params), "num_prompt": num_prompt})
+        self._requests[request.id] = request
         return request
 
     def cancel(self, request: Submitted) -> None:
