@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,45 +105,38 @@ def test_compressed_bodies_and_unknown_paths_are_refused(server: Served) -> None
 # -- load --
 
 
+def _asking(body: dict[str, Any]) -> bytes:
+    """A request as bytes."""
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % len(data) + data
+
+
 def test_too_many_requests_are_told_to_come_again(server: Served) -> None:
     """Two replicas of four sequences, and eight that wait."""
     given = {"prompt": "x", "max_tokens": 30, "ignore_end": True}
-    status, body, headers = server.request("/v1/completions", {**given, "n": 17})
-    assert status == 429 and int(headers["retry-after"]) >= 1 and "too many" in body["error"]["message"]
-    assert server.request("/v1/completions", {**given, "n": 16})[1]["usage"]["completion_tokens"] == 16 * 30
+    status, body, _ = server.request("/v1/completions", {**given, "n": 17})
+    assert status == 400 and "17 answers, and this server takes 16 at once" in body["error"]["message"]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: server.request("/v1/completions", {**given, "n": 16}), range(4)))
+    refused = [(body, headers) for status, body, headers in found if status == 429]
+    assert 1 <= len(refused) <= 3 and all(body["usage"]["completion_tokens"] == 16 * 30 for status, body, _ in found if status == 200)
+    assert all(int(headers["retry-after"]) >= 1 and "too many" in body["error"]["message"] for body, headers in refused)
+    with pytest.raises(openai.RateLimitError):  # noqa: PT012 - the place may be free again
+        for _ in range(50):
+            with server.open(_asking({**given, "n": 16, "max_tokens": 400})):
+                time.sleep(0.1)
+                complete(server)
     server.wait_until_idle()
 
 
 def test_a_client_that_goes_away_frees_its_place(server: Served) -> None:
-    host, port = server.address
     for stream in (True, False):
-        body = json.dumps({"prompt": "x", "max_tokens": 450, "n": 16, "ignore_end": True, "stream": stream}).encode()
-        with socket.create_connection((host, port)) as peer:
-            peer.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-            )
+        with server.open(_asking({"prompt": "x", "max_tokens": 450, "n": 16, "ignore_end": True, "stream": stream})):
             time.sleep(0.3)
         server.wait_until_idle()
     lines = [line for line in server.lines if line.get("path") == "/v1/completions"][-2:]
     assert all(line.get("answer_tokens", 0) < 16 * 450 for line in lines)
-
-
-def test_slow_connections_do_not_hold_up_others(server: Served) -> None:
-    host, port = server.address
-
-    async def hold() -> float:
-        peers = [await asyncio.open_connection(host, port) for _ in range(300)]
-        for _, writer in peers:
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-        start = time.monotonic()
-        text = await asyncio.to_thread(lambda: complete(server, max_tokens=5).choices[0].text)
-        took = time.monotonic() - start
-        for _, writer in peers:
-            writer.close()
-        assert text
-        return took
-
-    assert asyncio.run(hold()) < 30
 
 
 # -- replicas --

@@ -45,6 +45,13 @@ class _Generation(_Strict):
     metadata: dict[str, str] | None = None
     store: StrictBool | None = None
 
+    @field_validator("store")
+    @classmethod
+    def _keeps_nothing(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("nothing is stored here: leave it out")
+        return value
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -107,6 +114,20 @@ class ChatRequest(_Generation):
     def _refuse_tools(cls, value: list[Any] | None) -> list[Any] | None:
         if value:
             raise ValueError("tools are not supported: leave them out")
+        return value
+
+    @field_validator("tool_choice", "function_call")
+    @classmethod
+    def _no_tool(cls, value: Any) -> Any:
+        if value not in (None, "none", "auto"):
+            raise ValueError("tools are not supported: leave it out")
+        return value
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _no_effort(cls, value: str | None) -> str | None:
+        if value not in (None, "none"):
+            raise ValueError("it is not supported: leave it out")
         return value
 
     @field_validator("response_format")

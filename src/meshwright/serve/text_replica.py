@@ -104,9 +104,12 @@ class TextReplicas:
         return self.set.facts
 
     def check_room(self, requests: int = 1) -> None:
-        """Refuse what would have to wait too long."""
+        """Refuse what would have to wait too long, or could never be taken."""
         self.set.check_ready()
-        if self.set.accepted + requests > self._max_waiting + sum(replica.facts.get("sequences", 0) for replica in self.set.ready):
+        places = self._max_waiting + self.set.facts.get("sequences", 0) * self.set.count
+        if requests > places:
+            raise RequestError(f"it asks for {requests} answers, and this server takes {places} at once: send several requests")
+        if self.set.accepted + requests > places:
             raise OverloadedError
 
     async def generate(self, tokens: Sequence[int], params: SamplingParams) -> AsyncGenerator[TokenEvent, None]:
