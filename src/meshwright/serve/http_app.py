@@ -163,7 +163,7 @@ def _add_predict_route(app: FastAPI, service: PredictService) -> None:
 
 
 def _add_embedding_route(app: FastAPI, services: Services) -> None:
-    @app.post("/v1/embeddings", response_class=Response)
+    @app.post("/v1/embeddings", response_class=Response, include_in_schema=services.predict is not None)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts, as in OpenAI's API."""
         services.check_model(body.model)

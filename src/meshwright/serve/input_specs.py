@@ -12,6 +12,7 @@ from meshwright.core.errors import RequestError
 from meshwright.serve.tensor_messages import Array
 
 _MAX_LISTED = 12
+_WHOLE = 2.0**53  # below it every integer is a float
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class InputSpec:
         if self.dtype == "bool":
             return {"type": "boolean"}
         if self.dtype is None or self.dtype.startswith("float"):
-            return {"type": "number"}
+            largest = float(np.finfo(self.dtype).max) if self.dtype in ("float16", "float32") else None
+            return {"type": "number", **({} if largest is None else {"minimum": -largest, "maximum": largest})}
         return {"type": "integer", **({"minimum": 0, "maximum": self.high - 1} if self.high else {})}
 
     def __str__(self) -> str:
@@ -109,6 +111,8 @@ def _parse_array(spec: InputSpec, value: Any, where: str, has_booleans: bool) ->
     dtype = spec.dtype or {"b": "bool", "i": "int64"}.get(array.dtype.kind, "float32")
     if array.size == 0 and array.dtype.kind == "f":  # numpy's type of an empty list
         array = array.astype(dtype)
+    if array.dtype.kind == "f" and dtype.startswith(("int", "uint")) and (np.abs(array) < _WHOLE).all() and (array == np.rint(array)).all():
+        array = array.astype(np.int64)  # 3.0 is an integer in JSON
     wanted = "b" if dtype == "bool" else "fiu" if dtype.startswith("float") else "i"
     if array.dtype.kind not in wanted or (dtype != "bool" and has_booleans and _first_other(value, (int, float))):
         raise RequestError(_wrong_number(spec, value, where))
