@@ -43,6 +43,6 @@ def serve(
     key = api_key or os.environ.get("MESHWRIGHT_API_KEY", "")
     listener = check_address(host, port, key)
     try:
-        Server(config, Path(run_dir), os.environ, log_progress, open_log(log)).run(listener, key, print_json if as_json else lambda _: None)
+        Server(config, Path(run_dir), os.environ, log_progress, open_log(log), key).run(listener, print_json if as_json else lambda _: None)
     finally:
         listener.close()

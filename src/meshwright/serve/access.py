@@ -1,15 +1,26 @@
-"""What stands before every request: the size and encoding of its body, how long it may take to arrive, the API key, and one log line for its end."""
+"""What stands before every request: who may send it, the size and encoding of its body, how long that may take to arrive, and one
+line of the log for its end.
+
+[Note: pages of others]
+A server on loopback without a key trusts whoever can reach it. A web page from elsewhere, open in a browser on the same machine, can: so a request
+whose `Origin` or `Host` is another site's is refused. The second is a name that its owner has pointed at 127.0.0.1.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import ipaddress
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+
+from starlette.exceptions import HTTPException
 
 from meshwright.serve.openai_schema import error_body
 from meshwright.serve.service_metrics import ServiceMetrics
@@ -30,17 +41,27 @@ _KNOWN_PATHS = frozenset(
 
 
 _DISCARD_S, _DISCARD_BYTES = 2.0, 2**26
+_LONGEST_NUMBER = 20  # digits of a length: more is too large anyway
+
+
+@dataclass(frozen=True)
+class AccessLimits:
+    """What the bodies of requests may be. `max_bodies_bytes` is for all that this server holds at once."""
+
+    max_body_bytes: int = 2**22
+    max_bodies_bytes: int = 2**28
+    body_timeout_s: float = 30.0
 
 
 class Access:
     """An ASGI application around another one."""
 
     def __init__(
-        self, app: App, metrics: ServiceMetrics, log: Callable[[dict[str, Any]], None], *, api_key: str = "", max_body_bytes: int = 2**22,
-        body_timeout_s: float = 30.0,
+        self, app: App, metrics: ServiceMetrics, log: Callable[[dict[str, Any]], None], *, api_key: str = "", limits: AccessLimits
     ) -> None:  # fmt: skip
-        self._app, self._metrics, self._log = app, metrics, log
-        self._api_key, self._max_body_bytes, self._body_timeout_s = api_key.encode(), max_body_bytes, body_timeout_s
+        self._app, self._metrics, self._log, self._limits = app, metrics, log, limits
+        self._key_hash = hashlib.sha256(api_key.encode()).digest() if api_key else b""
+        self._bodies_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +69,7 @@ class Access:
             return
         facts: dict[str, Any] = {"id": uuid.uuid4().hex, "status": 0}
         scope.setdefault("state", {})["facts"] = facts
-        started = time.monotonic()
+        started, body = time.monotonic(), _Body(receive, self._limits, self._take)
         self._metrics.under_way += 1
 
         async def send_noted(message: Message) -> None:
@@ -62,52 +83,36 @@ class Access:
                 await _discard_body(receive)
                 await _answer(send_noted, *refusal)
             else:
-                await self._app(scope, self._bounded(scope, receive), send_noted)
-        except _BodyError as error:
+                await self._app(scope, body.receive, send_noted)
+        except asyncio.CancelledError:  # the time for answers under way is over
             if not facts["status"]:
-                await _discard_body(receive)
-                await _answer(send_noted, error.status, str(error))
+                await _answer(send_noted, 503, "the server is shutting down")
         finally:
+            self._bodies_bytes -= body.read
             self._metrics.under_way -= 1
             self._note(scope, facts, time.monotonic() - started)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """(status, reason) of a request that goes no further."""
         headers = dict(scope["headers"])
-        if self._api_key and scope["path"] not in OPEN_PATHS:
+        if self._key_hash and scope["path"] not in OPEN_PATHS:
             given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not hmac.compare_digest(given, self._api_key):
+            if not hmac.compare_digest(hashlib.sha256(given).digest(), self._key_hash):
                 return 401, "the API key is missing or wrong: send it as Authorization: Bearer KEY"
+        if not self._key_hash and (stranger := _stranger(headers)):
+            return 403, f"requests from pages of {stranger} are refused: use this server's own address, or start it with --api-key"
         if headers.get(b"content-encoding", b"identity") != b"identity":
             return 415, "compressed bodies are not accepted: send plain JSON"
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            return 413, self._too_large()
+        if length.isdigit() and int(length[:_LONGEST_NUMBER]) > self._limits.max_body_bytes:
+            return 413, too_large(self._limits.max_body_bytes)
         return None
 
-    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive` that counts the body's bytes and the time that it takes."""
-        read, deadline = 0, time.monotonic() + self._body_timeout_s
-        is_whole = False
-
-        async def receive_bounded() -> Message:
-            nonlocal read, is_whole
-            if is_whole:  # the body is here: what comes now is that the client has gone
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.001))
-            except TimeoutError:
-                raise _BodyError(408, f"the body did not arrive within {self._body_timeout_s:.0f} s") from None
-            read += len(message.get("body", b""))
-            if read > self._max_body_bytes:
-                raise _BodyError(413, self._too_large())
-            is_whole = message["type"] != "http.request" or not message.get("more_body", False)
-            return message
-
-        return receive_bounded
-
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._max_body_bytes:,} bytes: send less, or start the server with --set max_body_mb=N"
+    def _take(self, count: int) -> None:
+        """Note that so many bytes of a body have come."""
+        self._bodies_bytes += count
+        if self._bodies_bytes > self._limits.max_bodies_bytes:
+            raise BodyError(429, "too many large requests are on their way: try again in a moment")
 
     def _note(self, scope: Scope, facts: dict[str, Any], seconds: float) -> None:
         path = scope["path"] if scope["path"] in _KNOWN_PATHS else "other"
@@ -116,13 +121,60 @@ class Access:
         self._metrics.seconds.observe(seconds)
         client = scope.get("client") or ("", 0)
         line = {"time": round(time.time(), 3), "client": client[0], "method": scope["method"], "path": scope["path"][:200], "status": status}
-        self._log({**line, "seconds": round(seconds, 4), **facts})
+        with suppress(OSError, ValueError):  # a full disk, or a reader that has gone, is no reason to fail
+            self._log({**line, "seconds": round(seconds, 4), **facts})
 
 
-class _BodyError(Exception):
+class _Body:
+    """A request's body on its way: `receive` counts its bytes and the time that it takes."""
+
+    def __init__(self, receive: Receive, limits: AccessLimits, take: Callable[[int], None]) -> None:
+        self._receive, self._limits, self._take = receive, limits, take
+        self._deadline = time.monotonic() + limits.body_timeout_s
+        self._is_whole = False
+        self.read = 0
+
+    async def receive(self) -> Message:
+        if self._is_whole:  # what comes now is that the client has gone
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(self._deadline - time.monotonic(), 0.001)):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyError(408, f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+        count = len(message.get("body", b""))
+        self.read += count
+        self._take(count)
+        if self.read > self._limits.max_body_bytes:
+            await _discard_body(self._receive)
+            raise BodyError(413, too_large(self._limits.max_body_bytes))
+        self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+
+def too_large(limit: int) -> str:
+    return f"the body is larger than {limit:,} bytes: send less, or start the server with --set max_body_mb=N"
+
+
+def _stranger(headers: Mapping[bytes, bytes]) -> str:
+    """The site whose page sends a request, if it is not this server's; see [Note: pages of others]."""
+    host = headers.get(b"host", b"").decode("latin-1")
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if origin and origin.partition("://")[2] != host:
+        return origin[:80]
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return "" if name in ("", "localhost") or name.endswith(".localhost") else name[:80]
+    return ""
+
+
+class BodyError(HTTPException):
+    """A body that is not taken. What is left of it cannot be told from a next request, so the connection ends."""
+
     def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
+        super().__init__(status, reason, {"connection": "close"})
 
 
 async def _discard_body(receive: Receive) -> None:

@@ -47,11 +47,26 @@ class ServeConfig(BaseModel):
     threads: int = Field(0, ge=0, le=4096, description="CPU threads of a rank; 0: its share of the cores")
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="of sampling; answers are then the same each time")
 
+    kind: Literal["auto", "text", "predict"] = Field(
+        "auto", description="whether a server's model generates text or answers samples; auto: by the model"
+    )
+    max_batch: int = Field(32, ge=1, le=65536, description="most samples that go through a model together, in /predict and /v1/embeddings")
+    max_wait_ms: float = Field(0.0, ge=0, le=60_000, description="how long an idle replica waits for a fuller batch; a busy one gathers them anyway")
+    batch_sizes: tuple[int, ...] = Field((), description="sizes that a batch is filled up to, like [1,8,32]; any size unless given or compiled")
+    pooling: Literal["auto", "mean", "pooler", "cls", "max"] = Field("auto", description="of embeddings; auto: as the folder says, or the mean")
+
     replicas: int | None = Field(None, ge=1, le=4096, description="copies of the model that a server has, each with ranks of its own; 1 unless given")
     served_name: str = Field("", description="the model's name in requests; as it was given unless set")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests that wait for a place; further ones get 429")
     max_body_mb: float = Field(4.0, gt=0, le=4096, description="largest body of a request")
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="how long a body may take to arrive")
+    header_timeout_s: float = Field(15.0, gt=0, le=3600, description="how long a connection may be silent before its request is there")
+    request_timeout_s: float = Field(600.0, gt=0, le=86_400, description="how long an answer may take; its place is then given to another")
+    hang_timeout_s: float = Field(300.0, gt=0, le=86_400, description="a replica that has work and says nothing for so long is started again")
+    max_connections: int = Field(4096, ge=1, le=1_000_000, description="connections at once; further ones are closed")
+    reload_every_s: float = Field(
+        0.0, ge=0, le=86_400, description="look so often for newer weights and put them in place; 0: only POST /v1/reload does"
+    )
     grace_s: float = Field(30.0, ge=0, le=3600, description="how long a server that stops waits for answers under way")
 
     max_tokens: int = Field(256, ge=1, description="most tokens of an answer")

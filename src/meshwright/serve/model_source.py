@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from meshwright import zoo
 from meshwright.checkpoint.manifest import FILE_NAME
@@ -28,9 +29,10 @@ class ModelSource:
     tokenizer: str = ""  # a folder; empty: bytes
     seed: int = 0
     draft: ModelSource | None = None  # a smaller model that guesses its next tokens
+    kind: Literal["text", "predict"] = "text"  # whether it generates text or answers samples
 
     def load_task(self, seq: int | None = None) -> Task:
-        return zoo.load(self.model, seq=seq)
+        return zoo.load(self.model, seq=seq) if self.kind == "text" else zoo.load_for_inference(self.model, self.kind)
 
 
 def find_model(name: str, run_dir: Path, environ: Mapping[str, str]) -> ModelSource:

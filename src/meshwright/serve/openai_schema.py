@@ -45,6 +45,13 @@ class _Generation(_Strict):
     metadata: dict[str, str] | None = None
     store: StrictBool | None = None
 
+    @field_validator("store")
+    @classmethod
+    def _keeps_nothing(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("nothing is stored here: leave it out")
+        return value
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -109,6 +116,20 @@ class ChatRequest(_Generation):
             raise ValueError("tools are not supported: leave them out")
         return value
 
+    @field_validator("tool_choice", "function_call")
+    @classmethod
+    def _no_tool(cls, value: Any) -> Any:
+        if value not in (None, "none", "auto"):
+            raise ValueError("tools are not supported: leave it out")
+        return value
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _no_effort(cls, value: str | None) -> str | None:
+        if value not in (None, "none"):
+            raise ValueError("it is not supported: leave it out")
+        return value
+
     @field_validator("response_format")
     @classmethod
     def _only_text(cls, value: ResponseFormat | None) -> ResponseFormat | None:
@@ -161,6 +182,20 @@ class EmbeddingRequest(_Strict):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
     user: str | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """The texts, or their tokens, one by one."""
+        if isinstance(self.input, str):
+            return [self.input]
+        return [list(self.input)] if self.input and isinstance(self.input[0], int) else list(self.input)  # type: ignore[arg-type]
+
+    @field_validator("input")
+    @classmethod
+    def _some(cls, value: Any) -> Any:
+        if not value:
+            raise ValueError("it is empty: give some text")
+        return value
 
 
 def error_body(message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> dict[str, Any]:

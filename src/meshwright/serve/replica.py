@@ -68,7 +68,7 @@ class Replica:
             "plan": self.loaded.applied.plan.summary(), "decoding": self.chosen.kind, "difference": self.chosen.difference,
             "reasons": list(self.chosen.reasons), "context": self.policy.context, "sequences": self.policy.sequences,
             "kv_tokens": pool.count * pool.page_tokens, "kv_bytes": memory.nbytes if memory is not None else None, "load_s": self.load_s,
-            "note": self.note,
+            "note": self.note, "vocabulary": self.loaded.vocabulary,
         }  # fmt: skip
 
 

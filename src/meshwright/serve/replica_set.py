@@ -1,38 +1,34 @@
-"""The replicas of one model: which one gets a request, what happens when one dies, and how a newer model takes the place of the present one.
+"""The replicas of one model: how they start, what happens when one dies, and how a newer model takes the place of the present one.
 
-[Note: retries]
-A request that was accepted is answered, though its replica may die: it goes to another, or waits for the next, with the tokens that it has. Its
-random numbers depend on its seed and the position alone, so the answer goes on as it would have.
+[Note: reload]
+The replicas of a newer model are started beside the present ones and answer a trial before they take over; if any of them fails, the present ones
+stay. The former model is kept in mind: if a replica of the newer one dies later and cannot be started again, the set goes back to the former.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-from meshwright.core.errors import MeshwrightError, RequestError, RunError
-from meshwright.core.plan import Plan
-from meshwright.serve.async_replica import AsyncReplica, ReplicaDied
+from meshwright.core.errors import MeshwrightError
+from meshwright.serve.async_replica import AsyncReplica, ReplicaJob
 from meshwright.serve.model_source import ModelSource
-from meshwright.serve.requests import SamplingParams, TokenEvent
+from meshwright.serve.replica_ranks import ReplicaRanks
 
 Log = Callable[..., None]
-_MAX_RETRIES = 3
+R = TypeVar("R", bound=AsyncReplica)
+MAX_RETRIES = 3  # of a request whose replica died
 _BACK_OFF_S = (0.0, 1.0, 5.0, 30.0)  # before a replica that died is started again; the last one from then on
 _CALM_S = 60.0  # a replica that lived so long begins with the first again
-_PREFIX_TOKENS, _MAX_PREFIXES = 64, 4096
-_PREFIX_BONUS = 512  # tokens of load by which a replica that knows a prompt's beginning may be busier
 _RETRY_AFTER_S = 2
 
 
 class OverloadedError(MeshwrightError):
     """Too many requests wait: a client should come again after `retry_after_s`."""
 
-    def __init__(self, retry_after_s: int) -> None:
+    def __init__(self, retry_after_s: int = _RETRY_AFTER_S) -> None:
         super().__init__(f"too many requests are waiting: try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
@@ -41,50 +37,105 @@ class NotReadyError(MeshwrightError):
     """No replica is ready."""
 
 
-class ReplicaSet:
-    """`count` replicas of a model under one plan."""
+class DeadlineError(MeshwrightError):
+    """An answer took longer than it may."""
+
+
+class BusyError(MeshwrightError):
+    """The same is being done already."""
+
+
+class ReplicaSet(Generic[R]):
+    """`count` replicas of one job, made by `make_replica(name, job, ranks)` on ranks from `make_ranks`."""
 
     def __init__(
-        self, source: ModelSource, plan: Plan, end_tokens: Sequence[int], environ: Mapping[str, str], *, count: int = 1, max_waiting: int = 256,
-        log: Log = lambda kind, **facts: None,
+        self, make_replica: Callable[[str, ReplicaJob, ReplicaRanks], R], job: ReplicaJob, make_ranks: Callable[[], ReplicaRanks], *,
+        count: int = 1, hang_timeout_s: float = 300.0, log: Log = lambda kind, **facts: None,
     ) -> None:  # fmt: skip
-        self.source, self.plan, self.count, self.max_waiting = source, plan, count, max_waiting
-        self.replicas: list[AsyncReplica] = []
+        self.job, self.count, self.log, self._hang_timeout_s = job, count, log, hang_timeout_s
+        self.replicas: list[R] = []
         self.restarts = 0
         self.accepted = 0  # requests under way
-        self._end_tokens, self._environ, self._log = end_tokens, environ, log
-        self._watchers: list[asyncio.Task[None]] = []
+        self._make_replica, self._make_ranks = make_replica, make_ranks
+        self._former: ReplicaJob | None = None
+        self._watchers: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        self._known: OrderedDict[tuple[int, ...], AsyncReplica] = OrderedDict()  # beginnings of prompts, by who has computed them
         self._closing = False
         self._generation = 0
+        self._reloading = asyncio.Lock()
 
     @property
-    def ready(self) -> list[AsyncReplica]:
+    def ready(self) -> list[R]:
         return [replica for replica in self.replicas if replica.state == "ready"]
 
     @property
     def facts(self) -> dict[str, Any]:
         return next((replica.facts for replica in self.replicas if replica.facts), {})
 
-    async def start(self) -> None:
-        """Start all replicas; raises if the first one cannot."""
-        self.replicas = await self._start_all(self.source)
-        self._watch(self.replicas)
+    def check_ready(self) -> None:
+        """Refuse what no replica will answer soon. One that died is soon there again."""
+        if self._closing:
+            raise NotReadyError("the server is shutting down")
+        if not any(replica.facts for replica in self.replicas):
+            raise NotReadyError("the model is being loaded: try again in a moment")
 
-    async def _start_all(self, source: ModelSource) -> list[AsyncReplica]:
+    async def wait_until_ready(self) -> list[R]:
+        """The replicas that are ready, as soon as there is one."""
+        async with self._changed:
+            while not self.ready:
+                if self._closing:
+                    raise NotReadyError("the server is shutting down")
+                await self._changed.wait()
+        return self.ready
+
+    async def notify(self) -> None:
+        """Wake those who wait for a replica."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    # -- life --
+
+    async def start(self) -> None:
+        """Start all replicas; raises if one of them cannot."""
+        self.replicas = await self._start_all(self.job)
+        for replica in self.replicas:
+            self._watch(self._keep_alive(replica))
+        self._watch(self._end_hung())
+        await self.notify()
+
+    async def _end_hung(self) -> None:
+        """Replicas that have work and say nothing for long are killed; they are then started again like others that died."""
+        while True:
+            await asyncio.sleep(min(self._hang_timeout_s / 4, 5.0))
+            for replica in self.ready:
+                silent_s = time.monotonic() - replica.last_heard
+                if replica.load and silent_s > self._hang_timeout_s:
+                    self.log("replica", replica=replica.name, state="hung", reason=f"it has not answered for {silent_s:.0f} s")
+                    await replica.ranks.close()
+
+    async def _start_all(self, job: ReplicaJob) -> list[R]:
         self._generation += 1
-        made = [AsyncReplica(f"{self._generation}-{i}", source, self.plan, self._end_tokens, self._environ) for i in range(self.count)]
-        results = await asyncio.gather(*(replica.start() for replica in made), return_exceptions=True)
-        if failed := [result for result in results if isinstance(result, BaseException)]:
-            await asyncio.gather(*(replica.stop() for replica in made))
-            raise failed[0]
+        made = [self._make_replica(f"{self._generation}-{i}", job, self._make_ranks()) for i in range(self.count)]
+        try:
+            results = await asyncio.gather(*(replica.start() for replica in made), return_exceptions=True)
+            if failed := [result for result in results if isinstance(result, BaseException)]:
+                raise failed[0]
+        except BaseException:
+            await _end(made)
+            raise
         return made
 
-    def _watch(self, replicas: Sequence[AsyncReplica]) -> None:
-        self._watchers += [asyncio.create_task(self._keep_alive(replica)) for replica in replicas]
+    def _watch(self, work: Any) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            self._watchers.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.log("defect", error=f"{type(error).__name__}: {error}")
 
-    async def _keep_alive(self, replica: AsyncReplica) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._watchers.add(task)
+        task.add_done_callback(end)
+
+    async def _keep_alive(self, replica: R) -> None:
         """Start a replica again when it dies, later each time that it dies at once."""
         attempt = 0
         while True:
@@ -92,102 +143,57 @@ class ReplicaSet:
             await replica.ended.wait()
             if self._closing or replica not in self.replicas:
                 return
-            self._log("replica", replica=replica.name, state="dead", reason=replica.failure)
-            fork_server = await replica.stop(keep_fork_server="fork server" not in replica.failure)
+            self.log("replica", replica=replica.name, state="dead", reason=replica.failure)
+            await replica.stop()
             attempt = 0 if time.monotonic() - started > _CALM_S else attempt + 1
-            again = AsyncReplica(replica.name, replica.source, replica.plan, self._end_tokens, self._environ)
+            again = self._make_replica(replica.name, self.job, replica.ranks)
             self.replicas[self.replicas.index(replica)] = replica = again
+            await self.notify()
             await asyncio.sleep(_BACK_OFF_S[min(max(attempt - 1, 0), len(_BACK_OFF_S) - 1)])
-            with suppress(MeshwrightError):
-                await again.start(fork_server)
-                self.restarts += 1
-                self._log("replica", replica=again.name, state="ready")
-            await self._notify()
+            await self._start_again(again)
+            await self.notify()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    # -- requests --
-
-    def check_room(self, requests: int = 1) -> None:
-        """Refuse what would have to wait too long."""
-        if not self.ready and not any(replica.state in ("starting", "dead") for replica in self.replicas):
-            raise NotReadyError("no replica is ready")
-        if self.accepted + requests > self.max_waiting + sum(replica.facts.get("sequences", 0) for replica in self.ready):
-            raise OverloadedError(_RETRY_AFTER_S)
-
-    async def generate(self, tokens: Sequence[int], params: SamplingParams) -> AsyncGenerator[TokenEvent, None]:
-        """Tokens of one answer; ends with the event that has a reason. RequestError if it can never run."""
-        assert params.seed is not None
-        self.accepted += 1
-        given = list(tokens)
+    async def _start_again(self, replica: R) -> None:
         try:
-            for attempt in range(_MAX_RETRIES + 1):
-                replica = await self._choose(given)
-                request = replica.submit(given, params, len(tokens))
-                try:
-                    while True:
-                        event = await request.events.get()
-                        if isinstance(event, ReplicaDied):
-                            break
-                        if event.error:
-                            raise RequestError(event.error)
-                        if event.token >= 0:
-                            given.append(event.token)
-                        yield event
-                        if event.finish is not None:
-                            return
-                finally:
-                    replica.cancel(request)
-                self._log("retry", attempt=attempt + 1, tokens=len(given), reason=replica.failure)
-                await self._notify()
-            raise RunError(f"the request ended {_MAX_RETRIES + 1} replicas: {replica.failure}")
-        finally:
-            self.accepted -= 1
-
-    async def _choose(self, tokens: Sequence[int]) -> AsyncReplica:
-        """The replica with the least to do, or one that has computed the beginning of this prompt and is not much busier."""
-        async with self._changed:
-            while not self.ready:
-                if self._closing:
-                    raise NotReadyError("the server is shutting down")
-                await self._changed.wait()
-        prefix = tuple(tokens[:_PREFIX_TOKENS])
-        known = self._known.get(prefix) if len(prefix) == _PREFIX_TOKENS else None
-        chosen = min(self.ready, key=lambda replica: replica.load - _PREFIX_BONUS * (replica is known))
-        if len(prefix) == _PREFIX_TOKENS:
-            self._known[prefix] = chosen
-            self._known.move_to_end(prefix)
-            if len(self._known) > _MAX_PREFIXES:
-                self._known.popitem(last=False)
-        return chosen
+            await replica.start()
+        except Exception as error:  # it is tried again, later, whatever it was
+            replica.failure = replica.failure or str(error)
+            if self._former is not None and replica.job is self.job:
+                self.job, self._former = self._former, None
+                self.log("roll-back", reason=replica.failure, checkpoint=self.job.source.checkpoint, weights=self.job.source.weights)
+        else:
+            self.restarts += 1
+            self.log("replica", replica=replica.name, state="ready")
 
     # -- changes --
 
     async def reload(self, source: ModelSource) -> None:
-        """Put a newer model in place: its replicas are started beside the present ones, tried, and take over; the old ones end when they have
-        answered. If anything fails, the present ones stay."""
-        fresh = await self._start_all(source)
-        try:
+        """Put a newer model in place; see [Note: reload]. If it fails, the present one stays, and the reason is raised."""
+        if self._reloading.locked():
+            raise BusyError("newer weights are being loaded already: wait for them")
+        async with self._reloading:
+            job = self.job.with_source(source)
+            fresh = await self._start_all(job)
+            try:
+                for replica in fresh:
+                    await replica.try_out()
+            except BaseException:
+                await _end(fresh)
+                raise
+            old, self.replicas, self._former, self.job = self.replicas, fresh, self.job, job
             for replica in fresh:
-                await _try_out(replica)
-        except BaseException:
-            await asyncio.gather(*(replica.stop() for replica in fresh))
-            raise
-        old, self.replicas, self.source = self.replicas, fresh, source
-        self._known.clear()
-        self._watch(fresh)
-        await self._notify()
-        for replica in old:
-            if replica.state == "ready":
-                replica.state = "draining"
-        self._watchers.append(asyncio.create_task(self._retire(old)))
+                self._watch(self._keep_alive(replica))
+            for replica in old:
+                if replica.state == "ready":
+                    replica.state = "draining"
+            await self.notify()
+            self._watch(self._retire(old))
 
-    async def _retire(self, replicas: Sequence[AsyncReplica]) -> None:
+    async def _retire(self, replicas: Sequence[R]) -> None:
+        """End replicas when they have answered what they have."""
         while any(replica.load and replica.state != "dead" for replica in replicas):
             await asyncio.sleep(0.05)
-        await asyncio.gather(*(replica.stop() for replica in replicas))
+        await _end(replicas)
 
     async def close(self, grace_s: float = 30.0) -> None:
         """Answer what is under way, for at most so long, and end all processes."""
@@ -195,21 +201,16 @@ class ReplicaSet:
         deadline = time.monotonic() + grace_s
         while self.accepted and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        await self._notify()
-        for task in self._watchers:
+        await self.notify()
+        for task in list(self._watchers):
             task.cancel()
-        await asyncio.gather(*(replica.stop() for replica in self.replicas), return_exceptions=True)
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await _end(self.replicas)
 
 
-async def _try_out(replica: AsyncReplica) -> None:
-    """One short answer, as a health check. The numbers must be finite, which greedy tokens of a broken model need not show: so must their
-    log-probabilities."""
-    request = replica.submit([1, 2, 3], SamplingParams(max_tokens=4, seed=0, ignore_end=True, logprobs=0), 3)
-    while True:
-        event = await asyncio.wait_for(request.events.get(), 120.0)
-        if isinstance(event, ReplicaDied) or event.error:
-            raise RunError(f"the new model does not answer: {replica.failure or getattr(event, 'error', '')}")
-        if event.logprobs is not None and event.logprobs.logprob != event.logprobs.logprob:
-            raise RunError("the new model's log-probabilities are NaN")
-        if event.finish is not None:
-            return
+async def _end(replicas: Sequence[AsyncReplica]) -> None:
+    async def end(replica: AsyncReplica) -> None:
+        await replica.stop()
+        await replica.ranks.release()
+
+    await asyncio.gather(*(end(replica) for replica in replicas), return_exceptions=True)

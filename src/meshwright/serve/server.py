@@ -9,18 +9,27 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.core.errors import RequestError
+from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.serve.async_replica import AsyncReplica
 from meshwright.serve.config import ServeConfig
-from meshwright.serve.generation import PreparedModel, prepare_model
-from meshwright.serve.model_source import find_model
+from meshwright.serve.model_source import ModelSource
+from meshwright.serve.predict_batcher import Batcher, PredictReplica
+from meshwright.serve.replica_ranks import LocalRanks, ReplicaRanks
 from meshwright.serve.replica_set import ReplicaSet
+from meshwright.serve.served_model import ServedModel, find_served, prepare_served
 from meshwright.serve.service_metrics import ServiceMetrics
+from meshwright.serve.text_replica import TextReplica, TextReplicas
 from meshwright.serve.text_service import TextService
 
 INSTALL_HINT = "pip install 'meshwright[serve]'"
+_KEEP_ALIVE_S = 30
+_WATCHED = ("*.safetensors", "*.json")  # files of a folder whose change means newer weights
+Say = Callable[[str], None]
 
 
 def check_address(host: str, port: int, api_key: str) -> socket.socket:
@@ -43,73 +52,156 @@ def check_address(host: str, port: int, api_key: str) -> socket.socket:
     return listener
 
 
-class Server:
-    """One model over HTTP."""
+class ModelService:
+    """One model with its replicas and its ASGI application. `make_ranks` says where replicas run."""
 
-    def __init__(self, config: ServeConfig, run_dir: Path, environ: Mapping[str, str], say: Callable[[str], None], log: TextIO) -> None:
-        _require_packages()
-        self._config, self._run_dir, self._environ, self._say, self._log_file = config, run_dir, environ, say, log
-        self._prepared: PreparedModel = prepare_model(config, run_dir, environ, say)
+    def __init__(
+        self, config: ServeConfig, run_dir: Path, environ: Mapping[str, str], say: Say, log: Callable[[dict[str, Any]], None], *, api_key: str = "",
+        make_ranks: Callable[[], ReplicaRanks] | None = None,
+    ) -> None:  # fmt: skip
+        require_packages()
+        self._config, self._run_dir, self._environ, self._log = config, run_dir, environ, log
+        self.model: ServedModel = prepare_served(config, run_dir, environ, say)
+        self.name = config.served_name or self.model.source.name
         self.metrics = ServiceMetrics()
-        self.replicas = ReplicaSet(
-            self._prepared.source, self._prepared.plan, self._prepared.codec.end_tokens, environ, count=self._prepared.plan.serve.replicas,
-            max_waiting=config.max_waiting, log=lambda kind, **facts: self._log({"time": round(time.time(), 3), "event": kind, **facts}),
+        kind: type[AsyncReplica] = TextReplica if self.model.source.kind == "text" else PredictReplica
+        own_ranks: Callable[[], ReplicaRanks] = lambda: LocalRanks(self.model.plan.threads or 1, environ)  # noqa: E731
+        self.replicas: ReplicaSet[Any] = ReplicaSet(
+            kind, self.model.job, make_ranks or own_ranks, count=self.model.replicas, hang_timeout_s=config.hang_timeout_s, log=self._note
         )  # fmt: skip
+        self._version = _version(self.model.source)
+        self.app = self._make_app(api_key)
 
-    def run(self, listener: socket.socket, api_key: str, announce: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        """Serve until SIGINT or SIGTERM; requests under way are then answered. `announce` is told the address when requests are taken."""
-        asyncio.run(self._serve(listener, api_key, announce))
-
-    async def _serve(self, listener: socket.socket, api_key: str, announce: Callable[[dict[str, Any]], None]) -> None:
-        import uvicorn
-
-        from meshwright.serve.access import Access
+    def _make_app(self, api_key: str) -> Any:
+        from meshwright.serve.access import Access, AccessLimits
         from meshwright.serve.http_app import Services, make_app
+        from meshwright.serve.predict_routes import PredictService
 
-        started = time.monotonic()
-        count = self._prepared.plan.serve.replicas
-        self._say(f"starting {count} replica{'s' * (count > 1)}")
-        await self.replicas.start()
-        for note in filter(None, [self.replicas.facts.get("note"), *self.replicas.facts.get("reasons", [])]):
-            self._say(str(note))
-        text = TextService(self.replicas, self._prepared.codec, self.metrics)
+        config, codec = self._config, self.model.codec
         services = Services(
-            name=self._config.served_name or self._prepared.source.name, created=int(time.time()), metrics=self.metrics, text=text,
-            reload=self.reload, facts=self.facts, is_ready=lambda: bool(self.replicas.ready), close=lambda: self.replicas.close(self._config.grace_s),
+            name=self.name, created=int(time.time()), metrics=self.metrics, reload=self.reload, facts=self.facts,
+            is_ready=lambda: bool(self.replicas.ready), close=lambda: self.replicas.close(config.grace_s),
         )  # fmt: skip
-        app = Access(
-            make_app(services), self.metrics, self._log, api_key=api_key, max_body_bytes=int(self._config.max_body_mb * 2**20),
-            body_timeout_s=self._config.body_timeout_s,
-        )  # fmt: skip
-        settings = uvicorn.Config(
-            app, lifespan="on", log_level="warning", access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=int(self._config.grace_s),
-            h11_max_incomplete_event_size=2**16, server_header=False,
-        )  # fmt: skip
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._say(f"ready in {time.monotonic() - started:.1f} s: {url} (Ctrl-C stops)")
-        announce({"url": url, "model": services.name, "plan": self._prepared.plan.summary(), "replica": self.replicas.facts})
-        await uvicorn.Server(settings).serve([listener])
+        if self.model.source.kind == "text":
+            assert codec is not None
+            services.text = TextService(TextReplicas(self.replicas, config.max_waiting), codec, self.metrics, config.request_timeout_s)
+        else:
+            batcher = Batcher(
+                self.replicas, self.metrics, max_batch=config.max_batch, max_wait_s=config.max_wait_ms / 1000, max_waiting=config.max_waiting
+            )  # fmt: skip
+            services.predict = PredictService(batcher, codec, config.request_timeout_s)
+        limits = AccessLimits(int(config.max_body_mb * 2**20), max(2**28, int(4 * config.max_body_mb * 2**20)), config.body_timeout_s)
+        return Access(make_app(services), self.metrics, self._log, api_key=api_key, limits=limits)
 
     def facts(self) -> dict[str, Any]:
         """For the page, /v1/plan and /metrics."""
         replicas = [{"name": r.name, "state": r.state, "stats": r.stats} for r in self.replicas.replicas]
-        return {**self.replicas.facts, "replicas": replicas, "restarts": self.replicas.restarts, "has_chat": self._prepared.codec.has_chat}
+        has_chat = self.model.codec is not None and self.model.codec.has_chat
+        return {**self.replicas.facts, "replicas": replicas, "restarts": self.replicas.restarts, "has_chat": has_chat}
+
+    def _find_newest(self) -> ModelSource:
+        return replace(find_served(self._config, self._run_dir, self._environ), draft=self.model.source.draft)
 
     async def reload(self) -> str:
-        """Put the newest weights of the served run in place."""
-        source = find_model(self._config.model, self._run_dir, self._environ)
-        if source == self.replicas.source:
+        """Put the newest weights in place; returns which."""
+        source = await asyncio.to_thread(self._find_newest)
+        version = _version(source)
+        if (source, version) == (self.replicas.job.source, self._version):
             return f"{source.name}: nothing newer"
         await self.replicas.reload(source)
-        self._log({"time": round(time.time(), 3), "event": "reload", "checkpoint": source.checkpoint, "weights": source.weights})
+        self._version = version
+        self._note("reload", checkpoint=source.checkpoint, weights=source.weights)
         return source.checkpoint or source.weights
+
+    async def reload_regularly(self) -> None:
+        """Look for newer weights from time to time. What cannot be loaded is noted once, and tried again when it has changed."""
+        failed: Any = None
+        while self._config.reload_every_s:
+            await asyncio.sleep(self._config.reload_every_s)
+            try:
+                source = await asyncio.to_thread(self._find_newest)
+                if (source, _version(source)) != failed:
+                    failed = (source, _version(source))
+                    await self.reload()
+                    failed = None
+            except (MeshwrightError, OSError) as error:
+                self._note("reload failed", reason=str(error))
+
+    def _note(self, event: str, **facts: Any) -> None:
+        self._log({"time": round(time.time(), 3), "event": event, **facts})
+
+
+class Server:
+    """One model over HTTP."""
+
+    def __init__(self, config: ServeConfig, run_dir: Path, environ: Mapping[str, str], say: Say, log: TextIO, api_key: str = "") -> None:
+        self._config, self._say, self._log_file = config, say, log
+        self.service = ModelService(config, run_dir, environ, say, self._log, api_key=api_key)
+
+    def run(self, listener: socket.socket, announce: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+        """Serve until SIGINT or SIGTERM; requests under way are then answered. `announce` is told the address when requests are taken."""
+        import uvicorn
+
+        from meshwright.serve.connection_limits import MAX_HEADER_BYTES, ConnectionLimits, limited_protocol, raise_descriptor_limit
+
+        config = self._config
+        raise_descriptor_limit(config.max_connections)
+        settings = uvicorn.Config(
+            self.service.app, lifespan="on", ws="none", log_level="error", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
+            http=limited_protocol(ConnectionLimits(config.header_timeout_s, _KEEP_ALIVE_S, config.body_timeout_s, config.max_connections)),
+            timeout_graceful_shutdown=int(config.grace_s), h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )  # fmt: skip
+        with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
+            runner.run(self._serve(uvicorn.Server(settings), listener, announce))
+
+    async def _serve(self, server: Any, listener: socket.socket, announce: Callable[[dict[str, Any]], None]) -> None:
+        """Answer /health from the start, and everything when the replicas are ready. If they cannot start, the reason is raised."""
+        opening = asyncio.create_task(self._open(_url(listener), announce))
+        opening.add_done_callback(
+            lambda task: setattr(server, "should_exit", server.should_exit or (not task.cancelled() and bool(task.exception())))
+        )
+        watching = asyncio.create_task(self.service.reload_regularly())
+        try:
+            await server.serve([listener])
+        finally:
+            for task in (opening, watching):
+                task.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            with suppress(asyncio.CancelledError):
+                await opening
+
+    async def _open(self, url: str, announce: Callable[[dict[str, Any]], None]) -> None:
+        started, count, service = time.monotonic(), self.service.model.replicas, self.service
+        self._say(f"starting {count} replica{'s' * (count > 1)}")
+        await service.replicas.start()
+        facts = service.replicas.facts
+        for note in filter(None, [facts.get("note"), *facts.get("reasons", []), *_about_embeddings(facts)]):
+            self._say(str(note))
+        self._say(f"ready in {time.monotonic() - started:.1f} s: {url} (Ctrl-C stops)")
+        announce({"url": url, "model": service.name, "kind": service.model.source.kind, "plan": service.model.plan.summary(), "replica": facts})
 
     def _log(self, line: dict[str, Any]) -> None:
         print(json.dumps(line, ensure_ascii=False, default=str), file=self._log_file, flush=True)
 
 
-def _require_packages() -> None:
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _about_embeddings(facts: Mapping[str, Any]) -> list[str]:
+    about = facts.get("embedding")
+    return [f"/v1/embeddings: {about['pooling']}; {about['width']} numbers"] if about else []
+
+
+def _version(source: ModelSource) -> tuple[Any, ...]:
+    """What changes when the files of a model's weights do."""
+    folder = Path(source.checkpoint or source.weights)
+    files = sorted(path for pattern in _WATCHED for path in folder.glob(pattern)) if source.checkpoint or source.weights else []
+    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+
+
+def require_packages() -> None:
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from meshwright.core.errors import RequestError
 from meshwright.core.serialization import read_json
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _INCOMPLETE = "\ufffd"  # what a part of a character decodes to
 
 
@@ -74,9 +74,13 @@ class PretrainedCodec:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def has_tokenizer(folder: Path | None) -> bool:
+    return folder is not None and any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
 def find_codec(folder: Path | None, vocabulary: int) -> TextCodec:
     """The folder's tokenizer, or bytes where it has none and the vocabulary holds them."""
-    if folder is not None and any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if folder is not None and has_tokenizer(folder):
         return PretrainedCodec(folder)
     if vocabulary < 256:
         raise RequestError(f"there is no tokenizer in {folder}, and a vocabulary of {vocabulary} is too small for bytes: add tokenizer.json")

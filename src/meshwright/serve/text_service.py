@@ -10,10 +10,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from meshwright.core.errors import RequestError
-from meshwright.serve.replica_set import ReplicaSet
+from meshwright.serve.replica_set import DeadlineError
 from meshwright.serve.requests import FinishReason, SamplingParams, TokenLogprobs
 from meshwright.serve.service_metrics import ServiceMetrics
 from meshwright.serve.text import TextCodec, TextStream
+from meshwright.serve.text_replica import TextReplicas
+
+_LONG_TEXT = 2000  # characters
 
 
 @dataclass(frozen=True)
@@ -57,27 +60,38 @@ class GenerationJob:
 
 
 class TextService:
-    """One model's text. `capacity` is the most tokens of prompt and answer."""
+    """One model's text. `capacity` is the most tokens of prompt and answer; no answer may take longer than `timeout_s`."""
 
-    def __init__(self, replicas: ReplicaSet, codec: TextCodec, metrics: ServiceMetrics) -> None:
-        self.replicas, self.codec, self.metrics = replicas, codec, metrics
+    def __init__(self, replicas: TextReplicas, codec: TextCodec, metrics: ServiceMetrics, timeout_s: float = 600.0) -> None:
+        self.replicas, self.codec, self.metrics, self._timeout_s = replicas, codec, metrics, timeout_s
 
     @property
     def capacity(self) -> int:
         facts = self.replicas.facts
         return min(int(facts.get("context", 0)), int(facts.get("kv_tokens", 0)))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.codec.encode_chat(messages)
+    def check_ready(self) -> None:
+        self.replicas.set.check_ready()
+
+    async def encode(self, text: str) -> list[int]:
+        """The text's tokens. A long one is given to a thread, not to hold up others."""
+        return self.codec.encode(text) if len(text) < _LONG_TEXT else await asyncio.to_thread(self.codec.encode, text)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        is_short = sum(len(message["content"]) for message in messages) < _LONG_TEXT
+        return self.codec.encode_chat(messages) if is_short else await asyncio.to_thread(self.codec.encode_chat, messages)
 
     def check(self, job: GenerationJob) -> None:
         """Refuse what can never run, or what should come later."""
+        vocabulary = int(self.replicas.facts.get("vocabulary", 0))
         for tokens in job.prompts:
             if not tokens:
                 raise RequestError("the prompt is empty: give it some text")
             if len(tokens) >= self.capacity:
                 length = f"the prompt has {len(tokens)} tokens, and prompt and answer together may have {self.capacity}"
                 raise RequestError(f"{length}: shorten the prompt")
+            if vocabulary and max(tokens) >= vocabulary:
+                raise RequestError(f"the prompt has the token {max(tokens)}, and tokens are numbered from 0 to {vocabulary - 1}")
         self.replicas.check_room(len(job.prompts) * job.count)
 
     async def run(self, job: GenerationJob) -> AsyncGenerator[Delta, None]:
@@ -93,6 +107,8 @@ class TextService:
             for i in range(job.count)
         ]
         left = len(tasks)
+        late = DeadlineError(f"the answer took longer than {self._timeout_s:g} s: ask for fewer tokens")
+        deadline = asyncio.get_running_loop().call_later(self._timeout_s, queue.put_nowait, late)
         try:
             while left:
                 item = await queue.get()
@@ -101,6 +117,7 @@ class TextService:
                 left -= item.finish is not None
                 yield item
         finally:
+            deadline.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Field, Task
@@ -19,6 +21,10 @@ from meshwright.core.task import Batch, Field, Task
 
 def load(reference: str) -> Task:
     """Import the factory and call it; it returns a Task, or a module with `loss(batch)` and `fields`."""
+    return _load(reference, needs_loss=True)
+
+
+def _load(reference: str, *, needs_loss: bool) -> Task:
     module, attribute = import_reference(reference)
     factory = getattr(module, attribute, None)
     if factory is None:
@@ -29,8 +35,13 @@ def load(reference: str) -> Task:
     if isinstance(result, Task):
         return result
     if isinstance(result, nn.Module):
-        return _task_from_module(result, factory, reference)
+        return _task_from_module(result, factory, reference, needs_loss)
     raise RequestError(f"{reference}: returned {type(result).__name__}; it must return a meshwright Task, or a module with loss(batch) and fields")
+
+
+def load_module(reference: str) -> Task:
+    """The same for inference: a module may do without loss and fields. Its fields that `forward` names are then what it is called with."""
+    return _load(reference, needs_loss=False)
 
 
 def module_loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
@@ -86,14 +97,23 @@ def _call_factory(factory: Callable[[], Any], reference: str) -> Any:
         raise RequestError(f"{reference}: the factory raised {type(error).__name__}: {one_line(error)}") from error
 
 
-def _task_from_module(module: nn.Module, factory: Callable[[], nn.Module], reference: str) -> Task:
-    kind = type(module).__name__
-    if not callable(getattr(module, "loss", None)):
+def _task_from_module(module: nn.Module, factory: Callable[[], nn.Module], reference: str, needs_loss: bool) -> Task:
+    kind, has_loss = type(module).__name__, callable(getattr(module, "loss", None))
+    if needs_loss and not has_loss:
         raise RequestError(f"{reference}: {kind} has no loss(batch) method: add one, or return a meshwright Task")
     fields = getattr(module, "fields", None)
     if not isinstance(fields, Mapping) or not fields or not all(isinstance(f, Field) for f in fields.values()):
-        raise RequestError(f"{reference}: {kind} has no fields, a mapping of names to meshwright Field: add it, or return a meshwright Task")
-    return Task(name=reference, build=factory, loss=module_loss, fields=dict(fields))
+        if needs_loss:
+            raise RequestError(f"{reference}: {kind} has no fields, a mapping of names to meshwright Field: add it, or return a meshwright Task")
+        fields = {}
+    return Task(name=reference, build=factory, loss=module_loss if has_loss else _call_with_fields, fields=dict(fields))
+
+
+def _call_with_fields(model: nn.Module, batch: Batch) -> Tensor:
+    """Stands for the loss of a module that has none: a sum of its outputs for the fields that its forward names."""
+    names = inspect.signature(model.forward).parameters
+    out = model(**{name: tensor for name, tensor in batch.items() if name in names})
+    return torch.stack([leaf.float().mean() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]).sum()
 
 
 def one_line(error: Exception) -> str:

@@ -32,7 +32,7 @@ def load(path: str, *, seq: int | None, dropout: float, random_init: bool = Fals
     config = _load_config(Path(path))
     folder = Path(path) if not random_init and has_weights(Path(path)) else None
     if folder is None and not random_init:
-        _refuse_pickled_weights(Path(path))
+        refuse_pickled_weights(Path(path))
     length = _sequence_length(config, path, seq)
     _set_dropout(config, dropout)
     return Task(
@@ -72,7 +72,7 @@ def _describe_weights(folder: Path | None, random_init: bool) -> str:
     return "random weights, as random_init asks" if random_init else "random weights: there are no *.safetensors files beside its config.json"
 
 
-def _refuse_pickled_weights(path: Path) -> None:
+def refuse_pickled_weights(path: Path) -> None:
     """Raise for a folder whose weights are pickled: they are not read, because a pickle can run code, and random ones would be a surprise."""
     files = [p.name for pattern in _PICKLES for p in sorted(path.glob(pattern))] if path.is_dir() else []
     weights = [name for name in files if not name.startswith(_TRAINER_FILES)]
@@ -85,7 +85,7 @@ def _refuse_pickled_weights(path: Path) -> None:
         )
 
 
-def _import_transformers() -> Any:
+def import_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
@@ -103,7 +103,7 @@ def _load_config(path: Path) -> Any:
     if not isinstance(data, dict) or not isinstance(data.get("model_type", ""), str):
         raise RequestError(f"hf:{path}: {file} is no object with a model_type: give a model's config.json")
     try:
-        config = _import_transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        config = import_transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except RequestError:
         raise
     except Exception as error:  # configurations validate themselves, with errors of many types
@@ -136,10 +136,9 @@ def _set_dropout(config: Any, dropout: float) -> None:
 
 
 def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
-    """The model on torch's current device. Weights are not read on meta or fake tensors: a trace needs only their shapes."""
-    probe = torch.empty(0)
-    if folder is not None and not probe.is_meta and not isinstance(probe, FakeTensor):
-        return _load_pretrained(config, folder).to(probe.device)
+    """The model on torch's current device."""
+    if folder is not None and reads_weights():
+        return load_pretrained(_auto_class(config), config, folder).to(torch.empty(0).device)
     try:
         return _auto_class(config).from_config(config, dtype=torch.float32)
     except torch.OutOfMemoryError:
@@ -149,16 +148,22 @@ def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
 
 
 def _auto_class(config: Any) -> Any:
-    transformers = _import_transformers()
+    transformers = import_transformers()
     return transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
 
 
-def _load_pretrained(config: Any, folder: Path) -> nn.Module:
+def reads_weights() -> bool:
+    """Whether a model that is built now may have its weights: on meta or fake tensors, a trace needs only their shapes."""
+    probe = torch.empty(0)
+    return not probe.is_meta and not isinstance(probe, FakeTensor)
+
+
+def load_pretrained(model_class: Any, config: Any, folder: Path) -> nn.Module:
     """The model with the folder's weights, in fp32 on the host. A tensor missing from the files is an error, since it would be random."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
     try:
         with torch.device("cpu"), _progress_bars_disabled():
-            model, info = _auto_class(config).from_pretrained(str(folder), config=config, output_loading_info=True, **options)
+            model, info = model_class.from_pretrained(str(folder), config=config, output_loading_info=True, **options)
     except Exception as error:  # safetensors and transformers raise their own types for files that are broken, truncated or of another model
         raise RequestError(f"hf:{folder}: its weights cannot be loaded: {one_line(error)}; repair the files, or --set random_init=true") from error
     if missing := sorted(info["missing_keys"]):
@@ -170,7 +175,7 @@ def _load_pretrained(config: Any, folder: Path) -> nn.Module:
 @contextmanager
 def _progress_bars_disabled() -> Iterator[None]:
     """Disable transformers' progress bars, which every rank would draw."""
-    logging = _import_transformers().utils.logging
+    logging = import_transformers().utils.logging
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
