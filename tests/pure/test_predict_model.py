@@ -157,7 +157,8 @@ FLAG, ANY = InputSpec("flag", (), "bool"), InputSpec("any")
 @pytest.mark.parametrize(
     ("spec", "value", "expected"),
     [
-        (IMAGE, [[1, 2, 3], [4, 5.5, 6]], np.array([[1, 2, 3], [4, 5.5, 6]], "float32")), (TOKENS, [1, 9], np.array([1, 9])), (TOKENS, [1.0, 9], np.array([1, 9])),
+        (IMAGE, [[1, 2, 3], [4, 5.5, 6]], np.array([[1, 2, 3], [4, 5.5, 6]], "float32")), (TOKENS, [1, 9], np.array([1, 9])),
+        (TOKENS, [1.0, 9], np.array([1, 9])),
         (TOKENS, [], np.array([], "int64")),
         (FLAG, True, np.array(True)), (ANY, [1, 2], np.array([1, 2])), (ANY, [1, 2.5], np.array([1, 2.5], "float32")),
         (ANY, [[True]], np.array([[True]])),

@@ -147,7 +147,8 @@ class Server:
         config = self._config
         raise_descriptor_limit(config.max_connections)
         settings = uvicorn.Config(
-            self.service.app, lifespan="on", ws="none", log_level="error", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
+            self.service.app, lifespan="on", ws="none", log_level="error", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
+            server_header=False, proxy_headers=False,
             http=limited_protocol(ConnectionLimits(config.header_timeout_s, _KEEP_ALIVE_S, config.body_timeout_s, config.max_connections)),
             timeout_graceful_shutdown=int(config.grace_s), h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
