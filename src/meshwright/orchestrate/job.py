@@ -35,7 +35,7 @@ def _is_own(config: RunConfig) -> bool:
 
 
 def with_verified_samples(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
-    """The configuration with samples that a CPU compares in seconds: shorter ones, for language models and plans that do not depend on their length."""
+    """The configuration with samples that a CPU compares in seconds: shorter ones, for language models and plans that do not depend on length."""
     tokens = _INSTRUCTION_TOKENS if data.is_instruction_file(config.data) else _VERIFIED_TOKENS  # answers come after their instructions
     depends = plan.mesh.cp > 1 or plan.tensor.is_sequence_parallel or plan.tensor.sequence_scatter_sites
     if plan.device != "cpu" or _is_own(config) or depends or (task.tokens_per_sample or 0) <= tokens:
