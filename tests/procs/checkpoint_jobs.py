@@ -20,10 +20,11 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import from_data
-from meshwright.execute.full_state import full_state, replica_differences, state_digest
+from meshwright.execute.full_state import full_state
 from meshwright.execute.save_state import CheckpointSaver
 from meshwright.execute.session import Session
 from meshwright.execute.session_state import describe_session, restore_session
+from meshwright.execute.state_digest import replica_differences, state_digest
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from tests.procs.jobs import build, global_batch, make_optimizer
 

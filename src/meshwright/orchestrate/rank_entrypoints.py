@@ -31,11 +31,11 @@ from meshwright.describe.collective_probe import measure_in_turns
 from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
 from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal
 from meshwright.execute.birth import Birth, check_replicas
-from meshwright.execute.full_state import state_digest
 from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.rank_device import setup_device
 from meshwright.execute.session import Session
 from meshwright.execute.session_state import restore_session
+from meshwright.execute.state_digest import state_digest
 from meshwright.execute.step_profiler import profile_step
 from meshwright.execute.verify import verify
 from meshwright.execute.weights import LoadedWeights, export_weights, load_weights
@@ -47,7 +47,7 @@ from meshwright.orchestrate.job import load_dataset, load_task
 from meshwright.orchestrate.lr_schedule import learning_rate
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
-from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names, weights_folder
+from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names
 from meshwright.orchestrate.run_checkpoints import RunCheckpoints
 from meshwright.orchestrate.step_log import StepLog, StepRecord
 from meshwright.schedule import LedgerLine, ledger_differences
@@ -148,7 +148,7 @@ class _TrainingLoop:
     def run(self, folder: Path) -> dict[str, Any]:
         session = self._make_session()
         self._compare_ledger(session, folder, "start-up")
-        self.birth.check_replicas(session.applied) if self.birth is not None else check_replicas(session.applied)
+        self._fill(session)
         train, validation = self._make_loaders()
         checkpoints = RunCheckpoints(self.job, session, self.recorder, folder, self.estimate.step_s, train.state_dict)
         self.phases.mark("build")
@@ -180,7 +180,7 @@ class _TrainingLoop:
             "memory_bytes": memory,
             "state_digest": digest,
             "exposed": exposed,
-            "stopped": {"signal": checkpoints.stop.signal, "step": checkpoints.saved_step} if checkpoints.stop.signal else None,
+            "stopped": checkpoints.stopped(),
             "checkpoint": checkpoints.newest(),
             "seconds": seconds,
             "phases": self.phases.seconds,
@@ -223,7 +223,7 @@ class _TrainingLoop:
     def _load_state(self, session: Session, train: data.Loader, checkpoints: RunCheckpoints) -> None:
         """Go on from a checkpoint, or begin with the weights of a folder, if the run is to."""
         if self.job.init_from is not None and self.birth is None:
-            self._say_loaded(load_weights(session.applied, weights_folder(Path(self.job.init_from))))
+            self._say_loaded(load_weights(session.applied, Path(self.job.init_from)))
         if self.job.resume is not None:
             root, step = checkpoints_of(Path(self.job.resume))
             manifest, problems = restore_session(session, root, step)
@@ -274,13 +274,19 @@ class _TrainingLoop:
         self.recorder.event("born", sharded=self.birth is not None, reason=reason)
         if self.rank == 0 and (line := describe_birth(self.birth, reason, self.plan, session.applied.whole.shapes)):
             print(f"meshwright: {line}", file=sys.stderr, flush=True)
-        if self.birth is not None:
-            self.birth.fill(session.applied)
-            if self.birth.loaded is not None:
-                self._say_loaded(self.birth.loaded)
-            if self.birth.values is not None and self.birth.values.rng_state is not None:
-                torch.set_rng_state(self.birth.values.rng_state)  # as after an ordinary construction
         return session
+
+    def _fill(self, session: Session) -> None:
+        """Give the model its initial values, where it has none, and compare those that several ranks hold."""
+        if self.birth is None:
+            check_replicas(session.applied)
+            return
+        self.birth.fill(session.applied)
+        if self.birth.loaded is not None:
+            self._say_loaded(self.birth.loaded)
+        if self.birth.values is not None and self.birth.values.rng_state is not None:
+            torch.set_rng_state(self.birth.values.rng_state)  # as after an ordinary construction
+        self.birth.check_replicas(session.applied)
 
     def _make_loaders(self) -> tuple[data.Loader, _MakeBatches]:
         first, count = self.plan.sample_range(self.plan.mesh.data_rank(self.rank))
