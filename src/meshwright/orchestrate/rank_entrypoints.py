@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshwright import data
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.calibration import Rates
 from meshwright.core.errors import NonFiniteLossError, RequestError
@@ -226,8 +227,11 @@ class _TrainingLoop:
             self._say_loaded(load_weights(session.applied, Path(self.job.init_from)))
         if self.job.resume is not None:
             root, step = checkpoints_of(Path(self.job.resume))
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in session.optimizer.param_groups]
             manifest, problems = restore_session(session, root, step)
-            train.load_state_dict(manifest.state["data"])
+            for group, settings in zip(session.optimizer.param_groups, groups, strict=True):
+                group.update(settings)  # as the request has them: they may have been given anew
+            self._load_position(train, manifest)
             checkpoints.resumed_from(manifest)
             self.recorder.event("resumed", manifest.step, world=manifest.world, problems=problems)
             for line in problems if self.rank == 0 else ():
@@ -236,6 +240,15 @@ class _TrainingLoop:
             self.phases.mark("load")
         self.first_step = session.steps_done
         train.steps = max(self.job.steps - self.first_step, 0)
+
+    def _load_position(self, train: data.Loader, manifest: Manifest) -> None:
+        try:
+            train.load_state_dict(manifest.state["data"])
+        except RequestError as error:
+            if not self.job.allow_changes:
+                raise
+            if self.rank == 0:
+                print(f"meshwright: {str(error).rpartition(':')[0]}; the data begin anew, as allow_changes asks", file=sys.stderr)
 
     def _say_loaded(self, loaded: LoadedWeights) -> None:
         self.recorder.event("weights", **vars(loaded))

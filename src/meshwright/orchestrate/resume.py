@@ -19,6 +19,8 @@ from meshwright.orchestrate.knobs import KNOBS
 MODEL_FOLDER = "model"
 _SAMPLED_BY = ("model", "data", "seq", "seed", "global_batch", "optimizer")  # settings that decide which samples a step has, and what it does
 
+_OF_MESH = ("mesh", "order", "placements", "zero", "schedule", "micro_batches", "sequence", "spatial")  # settings that make sense for one mesh
+
 
 def checkpoints_of(path: Path) -> tuple[Path, int | None]:
     """(the folder of checkpoints, the step or None for the newest) of a run's folder, or of one checkpoint in it."""
@@ -81,6 +83,8 @@ def resumed_config(path: Path, given: Mapping[str, Any], environ: Mapping[str, s
     if changed and not given.get("allow_changes"):
         raise _changed_error(str(path), changed[0], job.get(changed[0]), given[changed[0]])
     known = {key: value for key, value in job.items() if key in RunConfig.model_fields}
+    if given.keys() & {"mesh", "nproc"}:  # what was chosen for the mesh that the run had may not be possible under another
+        known = {key: value for key, value in known.items() if key not in (*_OF_MESH, "nproc")}
     if known.get("plan") == str(home.path / "plan.json"):  # it went on before
         known["plan"] = "auto"
     branch = {"name": None} if step is not None else {}
@@ -94,7 +98,7 @@ def resumed_config(path: Path, given: Mapping[str, Any], environ: Mapping[str, s
     was = [device.kind for device in cluster.devices] if cluster is not None else []
     if plan is not None and was == [device.kind for device in devices]:
         return config.model_copy(update={"plan": str(home.path / "plan.json")}), f"the run's own plan: {plan.summary()}"
-    free = config.model_copy(update={"mesh": None, "order": None, "placements": {}})
+    free = config.model_copy(update={key: RunConfig.model_fields[key].get_default(call_default_factory=True) for key in _OF_MESH})
     return free, f"planning again: the run had {len(was)} × {''.join(sorted(set(was)))}, and there are {len(devices)} × {devices[0].kind}"
 
 
