@@ -7,9 +7,10 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,25 @@ def load_and_train(
 
 
 @contextmanager
-def _broken(fault: str) -> Iterator[None]:
-    """While active, this process's files fail: the disk reports an error when they are flushed, or takes only so many bytes."""
-    if fault == "input/output error":
+def _broken(fault: str, disk: Path) -> Iterator[None]:
+    """While active, this process's files fail: the disk reports an error when they are flushed, takes only so many bytes, is full or read-only."""
+    if fault == "full":
+        filler = disk / "filler"
+        with filler.open("wb") as file, suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+                file.flush()
+        try:
+            yield
+        finally:
+            filler.unlink()
+    elif fault == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    elif fault == "input/output error":
         fsync = os.fsync
 
         def fail(_: int) -> None:
@@ -116,7 +133,7 @@ def save_on_a_broken_disk(rank: int, world: int, init_method: str, folder: str, 
         errors, digests = [], {}
         for index in range(3):
             step()
-            with _broken(fault) if index == 1 and rank == where else nullcontext():
+            with _broken(fault, Path(folder).parent) if index == 1 and rank == where else nullcontext():
                 saver.save(describe_session(session, {}))
                 saver.wait()
             torch.distributed.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -189,13 +190,33 @@ def test_a_process_killed_at_any_instant_of_a_save_leaves_the_old_state_or_the_n
     assert found["kills"] == kills and len(set(found["steps"])) > kills // 3, "saves were hardly ever finished, or never interrupted"
 
 
+def is_whole_and_goes_on(ranks: list[dict[str, Any]]) -> str:
+    """Of three saves the second has failed: the others are whole. What it reported."""
+    for rank in ranks:
+        assert rank["steps"] == [1, 3] and rank["left"] == ["1", "3"] and rank["problems"] == [] and rank["is_same"]
+        assert rank["errors"][0] == rank["errors"][2] == ""
+    error = ranks[0]["errors"][1]
+    assert "\n" not in error
+    return str(error)
+
+
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("fault", ["input/output error", "file too large"])
 def test_a_save_that_the_disk_refuses_is_one_line_and_training_goes_on(pool: Any, tmp_path: Path, fault: str, where: int) -> None:
     plan = to_data(Plan("any", 8, Mesh(shard=2), memory=MemoryPolicy(1)))
     ranks = pool.run("procs.checkpoint_jobs:save_on_a_broken_disk", world=2, folder=str(tmp_path), plan=plan, fault=fault, where=where)
-    for rank in ranks:
-        assert rank["steps"] == [1, 3] and rank["left"] == ["1", "3"] and rank["problems"] == [] and rank["is_same"]
-        assert rank["errors"][0] == rank["errors"][2] == ""
-    error = ranks[0]["errors"][1]
-    assert error.startswith("the checkpoint of step 2 was not written: ") and fault in error.lower() and "\n" not in error
+    error = is_whole_and_goes_on(ranks)
+    assert error.startswith("the checkpoint of step 2 was not written: ") and fault in error.lower()
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_disk_that_is_full_or_read_only_is_one_line_and_training_goes_on(pool: Any, small_disk: Path, fault: str) -> None:
+    plan = to_data(Plan("any", 8, Mesh(shard=2), memory=MemoryPolicy(1)))
+    folder = small_disk / "checkpoints"
+    error = is_whole_and_goes_on(
+        pool.run("procs.checkpoint_jobs:save_on_a_broken_disk", world=2, folder=str(folder), plan=plan, fault=fault, where=0)
+    )
+    if fault == "full":
+        assert re.fullmatch(rf"the checkpoint of step 2 needs \d.* MB, and 0 B are free in {folder}", error), error
+    else:
+        assert error == f"the checkpoint of step 2 cannot be written to {folder}: read-only file system"

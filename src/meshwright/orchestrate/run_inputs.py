@@ -62,12 +62,12 @@ def run_folder(prepared: PreparedRun, log_progress: Callable[[str], None]) -> It
     was asked of it was wrong. Raises RequestError if the plan does not fit in memory."""
     require_fit(prepared)
     earlier = _folder_to_go_on_in(prepared)
+    _check_disk(prepared, earlier.path if earlier is not None else Path(prepared.config.run_dir), log_progress)
     prefix = Path(prepared.task.name.removeprefix("hf:")).name
     folder = earlier or create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prefix)
     before = {name: (folder.path / name).read_bytes() for name in _INPUTS if (folder.path / name).is_file()}
     began = time.time()
     try:
-        _check_disk(prepared, folder.path, log_progress)
         _write_at_once(folder.path, prepared)
     except OSError as error:
         raise RequestError(f"cannot write {folder.path}: {error.strerror}; free some space, or choose another folder with --run-dir") from None
@@ -100,7 +100,7 @@ def _check_disk(prepared: PreparedRun, folder: Path, log_progress: Callable[[str
         return
     trained = sum(t.bytes for t in prepared.profile.tensors if t.trainable)
     needed = sum(t.bytes for t in prepared.profile.tensors) + OPTIMIZER_STATES[config.optimizer] * trained
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())).free
     if free < needed:
         line = f"a checkpoint needs {show_bytes(needed)}, and {show_bytes(free)} are free in {folder}: free some space, or choose another --run-dir"
         if config.checkpoint_every != "auto":
