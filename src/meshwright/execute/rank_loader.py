@@ -180,11 +180,9 @@ class RankLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes effect where the next pass begins: it goes on with the one that was saved. Another data set or batch would give it other samples."""
         if state["yielded"] and state.get("sizes", self._sizes()) != self._sizes():
-            (before, size), (samples, batch) = state["sizes"], self._sizes()
-            was = (
-                f"it was saved in the middle of a pass over {before} samples in batches of {size}, and the loader has {samples} in batches of {batch}"
-            )
-            raise RequestError(f"{was}: use the same loader, or a checkpoint from between two passes")
+            was, now = (f"{samples} samples in batches of {batch}" for samples, batch in (state["sizes"], self._sizes()))
+            line = f"the checkpoint is from the middle of a pass over {was}, and the loader has {now}"
+            raise RequestError(f"{line}: use the same loader, or a checkpoint from between two passes")
         self.passes_done = state["passes"]
         generators = list(state["generators"])
         self._follows_stream = False

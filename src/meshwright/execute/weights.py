@@ -70,26 +70,23 @@ def _mismatch(applied: AppliedPlan, names: Sequence[str], tensors: Mapping[str, 
 
 def export_weights(applied: AppliedPlan, folder: Path, source: Path | None = None) -> None:
     """Write the weights into `folder`, as `from_pretrained` reads them where the model is of the zoo's GPT or Llama or of transformers, and under the
-    model's own names otherwise. Collective: the first rank writes."""
+    model's own names otherwise. Collective: the first rank writes, and when it has, all return, or raise what has failed."""
     layout, rank = weight_layout(applied.model, source), applied.groups.world.rank
     average_buffers(applied)
     pieces = [*parameter_pieces(applied), *buffer_pieces(applied)]
     specs = [_spec(layout, name, dtype, shape) for name, dtype, shape in _tensors(applied, pieces)]
     tensors = whole_tensors(applied, pieces, everywhere=False)
-    if rank != 0:
-        for _ in tensors:
-            pass
-        return
-    parts = ((as_bytes(part) for part in chunks_of(layout.to_folder(name, tensor))) for _, name, tensor in tensors)
-    error: OSError | None = None
-    try:
-        write_weights(folder, specs, parts, extras=layout.write_extras)
-    except OSError as failure:
-        error = failure
-    for _ in tensors:  # other ranks send what they have, whether it can be written or not
+    error = ""
+    if rank == 0:
+        parts = ((as_bytes(part) for part in chunks_of(layout.to_folder(name, tensor))) for _, name, tensor in tensors)
+        try:
+            write_weights(folder, specs, parts, extras=layout.write_extras)
+        except OSError as failure:
+            error = f"{folder}: the weights could not be written: {(failure.strerror or str(failure)).lower()}"
+    for _ in tensors:  # ranks send what they have, whether it can be written or not
         pass
-    if error is not None:
-        raise RequestError(f"{folder}: the weights could not be written: {(error.strerror or str(error)).lower()}")
+    if error := broadcast_data(applied.groups.world, error, applied.plan.device, "state/export"):
+        raise RequestError(error)
 
 
 def _tensors(applied: AppliedPlan, pieces: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:

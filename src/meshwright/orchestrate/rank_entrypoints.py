@@ -50,6 +50,7 @@ from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
 from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names
 from meshwright.orchestrate.run_checkpoints import RunCheckpoints
+from meshwright.orchestrate.script_state import finish_saves
 from meshwright.orchestrate.step_log import StepLog, StepRecord
 from meshwright.schedule import LedgerLine, ledger_differences
 
@@ -453,6 +454,7 @@ def run_script(rank: int, world: int, init_method: str, script: str, arguments: 
         if error.code not in (None, 0):
             raise RequestError(f"{script} exited with {error.code}") from None
     finally:
+        finish_saves()
         leave_process_group()
         os.environ.clear()
         os.environ.update(before)  # a worker may be reused, and must not see the environment of this rank
