@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from torch.nn import functional as F
 from meshwright.checkpoint.manifest import FILE_NAME, read_manifest
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import load_dataset, load_task
-from tests.procs.test_train import meshwright
+from tests.procs.test_train import MESHWRIGHT, meshwright
 
 Command = Callable[..., tuple[str, str]]
 QUICK = ("--set", "profile=false", "--set", "verify=false")
@@ -70,6 +73,27 @@ def test_a_checkpoint_begins_a_run_of_its_own(command: Command, train: Any, grou
     branch = json.loads(command("train", "--resume", "runs/first/checkpoints/10", *QUICK, "--json")[0])
     assert branch["run"] != straight["run"] and branch["state_digest"] == straight["state_digest"] and branch["first_step"] == 10
     assert {path.name: path.stat().st_mtime_ns for path in (ground / "runs" / "first").iterdir()} == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_prints_the_line_that_goes_on(command: Command, ground: Path, number: signal.Signals, code: int) -> None:
+    name = f"stopped-{number.name.lower()}"
+    words = ("gpt-tiny", "--steps", "100000", "--nproc", "2", "--set", f"name={name}", "--set", "checkpoint_every=none")
+    process = subprocess.Popen([*MESHWRIGHT, "train", *words, *QUICK], cwd=ground, stderr=subprocess.PIPE, text=True)
+    metrics = ground / "runs" / name / "metrics.jsonl"
+    try:
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            time.sleep(0.1)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == code, said
+    (saved,) = (ground / "runs" / name / "checkpoints").iterdir()
+    assert f"stopped after step {saved.name}; to go on: meshwright train --resume runs/{name}\n" in said
+    step = int(saved.name)
+    result = json.loads(command("train", "--resume", f"runs/{name}", "--steps", str(step + 2), *QUICK, "--json")[0])
+    assert len(result["losses"]) == step + 2 and result["first_step"] == 0
 
 
 REFUSED = {
