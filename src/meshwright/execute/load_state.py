@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint import checkpoint_folder
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, read_manifest
@@ -92,7 +94,7 @@ def check_same_model(applied: AppliedPlan, manifest: Manifest, where: str) -> No
 
 
 def make_optimizer_state(applied: AppliedPlan, manifest: Manifest) -> None:
-    """Give the optimizer empty state of the kinds that the checkpoint has, to be filled."""
+    """Give the optimizer state of the kinds that the checkpoint has, to be filled; memory that it has already is used again."""
     stored: dict[str, dict[str, TensorRecord]] = {}
     for key, record in manifest.tensors.items():
         kind, _, name = key.rpartition("/")
@@ -106,12 +108,15 @@ def make_optimizer_state(applied: AppliedPlan, manifest: Manifest) -> None:
         if not kinds:
             continue
         stepped = param if applied.optimizer_offload is None else applied.optimizer_offload.host_copy(param)
-        state = applied.optimizer.state[stepped] = {}
+        before, state = applied.optimizer.state.get(stepped, {}), dict[str, Any]()
+        applied.optimizer.state[stepped] = state
         for key, (name, record) in kinds.items():
             dtype, whole = DTYPES[record.dtype], applied.whole.shapes[name]
+            shape, device = stepped.shape if record.shape == whole else torch.Size(record.shape), stepped.device
             if not record.shape and (whole or key in _SCALAR_STATES):
                 on_device = groups[id(stepped)].get("fused") or groups[id(stepped)].get("capturable")
-                state[key] = torch.zeros((), dtype=dtype, device=stepped.device if on_device else "cpu")
-            else:
-                state[key] = torch.zeros(stepped.shape if record.shape == whole else record.shape, dtype=dtype, device=stepped.device)
+                shape, device = torch.Size(), stepped.device if on_device else torch.device("cpu")
+            known = before.get(key)
+            is_alike = isinstance(known, Tensor) and (known.shape, known.dtype, known.device) == (shape, dtype, device)
+            state[key] = known if is_alike else torch.zeros(shape, dtype=dtype, device=device)
         state.update({key.rpartition("/")[2]: value for key, value in numbers.items() if key.rpartition("/")[0] == names[0]})

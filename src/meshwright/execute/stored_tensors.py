@@ -130,7 +130,7 @@ def copy_box(file: TensorFile, entry: TensorEntry, box: Box, view: Tensor) -> No
     for part in _parts(box, dtype.itemsize):
         target = view[part.inside(box).slices()]
         is_direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-        values = target if is_direct else torch.empty(part.size, dtype=dtype)
+        values = target if is_direct else torch.empty(part.size, dtype=dtype, pin_memory=target.device.type == "cuda")
         file.read_box(entry, part, as_bytes(values))
         if not is_direct:
             target.copy_(values)
