@@ -133,7 +133,7 @@ def copy_box(file: TensorFile, entry: TensorEntry, box: Box, view: Tensor) -> No
         values = target if is_direct else torch.empty(part.size, dtype=dtype, pin_memory=target.device.type == "cuda")
         file.read_box(entry, part, as_bytes(values))
         if not is_direct:
-            target.copy_(values)
+            target.copy_(values.to(target.device))  # in its own dtype, which the device then converts
 
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:
