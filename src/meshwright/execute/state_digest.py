@@ -19,7 +19,7 @@ from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.exchange import gather_data
 from meshwright.execute.state_pieces import StatePiece, current_catalog, state_pieces
 
-_CHUNK = {"cpu": 2**15, "cuda": 2**20}  # elements that are hashed at once: on a CPU as many as its cache holds
+_CHUNK = {"cpu": 2**15, "cuda": 2**22}  # elements that are hashed at once: on a CPU as many as its cache holds
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _BITS_MULTIPLIER = to_int64(0xD6E8FEB86659FD93)
 
