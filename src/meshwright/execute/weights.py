@@ -157,9 +157,12 @@ def _keys(applied: AppliedPlan, layout: WeightLayout, tensors: Mapping[str, Tens
 
 
 def _key(applied: AppliedPlan, layout: WeightLayout, name: str, tensors: Any) -> str | None:
-    """Under which name a folder has a tensor: the one that other software gives it, the model's own, or that of a tied parameter."""
+    """Under which name a folder has a tensor: the one that other software gives it, with a head or without, the model's own, or that of a tied
+    parameter."""
     names = _names(applied, name)
-    return next((key for key in (*map(layout.rename, names), *names) if key in tensors), None)
+    renamed = [layout.rename(name) for name in names]
+    headless = [key.partition(".")[2] for key in renamed if key.startswith(layout.base)]
+    return next((key for key in (*renamed, *headless, *names) if key in tensors), None)
 
 
 def _names(applied: AppliedPlan, name: str) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ class WeightLayout:
     rename: Callable[[str], str] = lambda name: name
     place: Callable[[str, Shape], TensorLayout] = _in_order  # of the model's tensor in one that has the folder's order
     transposed: Callable[[str], bool] = lambda name: False  # whether the folder then exchanges the two dims
+    base: tuple[str, ...] = ()  # prefixes that names have not in a folder of the model without its head
     config: Mapping[str, Any] | None = None
     source: Path | None = None  # a folder with a tokenizer
     write: Callable[[Path], None] = field(default=lambda folder: None)
@@ -146,7 +147,7 @@ def _gpt_layout(config: GPTConfig) -> WeightLayout:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout) | {"attn_pdrop": 0.0}
     ends = {"bos_token_id": config.vocab - 1, "eos_token_id": config.vocab - 1}
     described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", **sizes, **dropout, **ends}
-    return WeightLayout(lambda name: _renamed(name, _GPT_NAMES), place, is_linear, described)
+    return WeightLayout(lambda name: _renamed(name, _GPT_NAMES), place, is_linear, ("transformer.",), described)
 
 
 def _llama_layout(config: LlamaConfig) -> WeightLayout:
@@ -161,4 +162,4 @@ def _llama_layout(config: LlamaConfig) -> WeightLayout:
         "tie_word_embeddings": config.tied_embeddings, "rope_theta": config.rope_theta, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
-    return WeightLayout(lambda name: _renamed(name, _LLAMA_NAMES), config=described)
+    return WeightLayout(lambda name: _renamed(name, _LLAMA_NAMES), base=("model.",), config=described)
