@@ -18,13 +18,14 @@ import typer
 from torch import nn
 from torch.nn import functional as F
 
-WORLD = 2
+WORLD, VOCAB = 2, 32000
 
 
 def main(
     mesh: Annotated[str, typer.Option(help="shard=2 (ZeRO-3) or tp=2.")] = "shard=2",
     layers: Annotated[int, typer.Option(help="Blocks of width 4096, 218 million parameters each.")] = 33,
     width: Annotated[int, typer.Option(help="The blocks' width.")] = 4096,
+    weights: Annotated[str | None, typer.Option(help="A folder of weights to begin with; initial values are drawn unless given.")] = None,
     fraction: Annotated[float, typer.Option(help="Of the GPU's memory, that each rank may use.")] = 0.45,
     steps: Annotated[int, typer.Option(min=1)] = 4,
     precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
@@ -36,12 +37,18 @@ def main(
         env = {**os.environ, "MESHWRIGHT_DEVICES": devices if "cuda" in devices else "", "OMP_NUM_THREADS": "4"}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", *sys.argv]
         raise typer.Exit(subprocess.run(command, env=env, check=False).returncode)
-    _train(mesh, layers, width, fraction, steps, precision, verify)
+    _train(mesh, layers, width, weights, fraction, steps, precision, verify)
 
 
-def _train(mesh: str, layers: int, width: int, fraction: float, steps: int, precision: str, verify: bool) -> None:
+def llama_config(layers: int, width: int) -> Any:
+    from meshwright.zoo.llama import LlamaConfig
+
+    return LlamaConfig(VOCAB, 512, layers, heads=width // 128, kv_heads=max(width // 512, 1), width=width, ffn=width * 7 // 2)
+
+
+def _train(mesh: str, layers: int, width: int, weights: str | None, fraction: float, steps: int, precision: str, verify: bool) -> None:
     import meshwright as mw
-    from meshwright.zoo.llama import Llama, LlamaConfig
+    from meshwright.zoo.llama import Llama
 
     on_gpu, started = torch.cuda.is_available(), time.perf_counter()
     if on_gpu:
@@ -49,20 +56,20 @@ def _train(mesh: str, layers: int, width: int, fraction: float, steps: int, prec
         torch.cuda.set_per_process_memory_fraction(fraction, 0)
         torch.set_float32_matmul_precision("high")
     dist.init_process_group("gloo")
-    config = LlamaConfig(vocab=32000, context=512, layers=layers, heads=width // 128, kv_heads=max(width // 512, 1), width=width, ffn=width * 7 // 2)
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         (tokens,) = batch
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    tokens = torch.randint(0, 32000, (2 * steps, 257), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, VOCAB, (2 * steps, 257), generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=2)
     torch.manual_seed(0)
-    model = mw.deferred_init(lambda: Llama(config))
+    model = mw.deferred_init(lambda: Llama(llama_config(layers, width)))
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     zero = {"zero": 3} if "shard" in mesh else {}
-    run = mw.prepare(model, optimizer, loader, loss_fn=loss_fn, mesh=mesh, precision=precision, recompute="full", verify=verify, **zero)
+    constraints = {"mesh": mesh, "precision": precision, "recompute": "full", "verify": verify, **zero}
+    run = mw.prepare(model, optimizer, loader, loss_fn=loss_fn, weights=weights, **constraints)
     born = {"born_s": time.perf_counter() - started, "born_bytes": _allocated(on_gpu)}
     losses, times = [], []
     for batch in run.loader:

@@ -93,6 +93,37 @@ def bear(rank: int, world: int, init_method: str, model: str, plan: dict[str, An
         leave_process_group()
 
 
+def begin_with(rank: int, world: int, init_method: str, model: str, plan: dict[str, Any], folder: str, kind: str) -> dict[str, Any]:
+    """A model of the zoo in pieces, with the weights of a folder of transformers: what this rank has read, and the difference of its outputs."""
+    import transformers
+
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan").for_rank(rank)
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=60))
+    try:
+        job = RunConfig(model=model, learning_rate=1e-3, init_from=folder)
+        task = load_task(job)
+        network, birth, reason = born_in_pieces(job, task, told)
+        assert network is not None and birth is not None, reason
+        placeholders = Placeholders(network, torch.device("cpu"))
+        session = Session(told, network, make_optimizer(job, network), broadcasts=False, placeholders=placeholders)
+        birth.fill(session.applied)
+        birth.check_replicas(session.applied)
+        state = dict(whole_state_dict(session.applied))
+        found = {"loaded": vars(birth.loaded) if birth.loaded is not None else None, "difference": 0.0}
+        if rank == 0:
+            plain, theirs = task.build(), getattr(transformers, kind).from_pretrained(folder).eval()
+            plain.load_state_dict(state)
+            tokens = torch.arange(24).view(2, 12)
+            with torch.no_grad():
+                outputs = theirs(tokens)[0]
+                hidden = outputs if outputs.shape[-1] == plain.head.weight.shape[0] else outputs @ plain.head.weight.t()
+                found["difference"] = float((plain.eval()(tokens) - hidden).abs().max())
+        return found
+    finally:
+        leave_process_group()
+
+
 def data_bytes() -> int:
     """What the kernel counts against RLIMIT_DATA."""
     match = re.search(r"^VmData:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)

@@ -8,9 +8,10 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import from_data
-from meshwright.execute.full_state import full_state, replica_differences, state_digest
+from meshwright.execute.full_state import full_state
 from meshwright.execute.save_state import CheckpointSaver
 from meshwright.execute.session import Session
 from meshwright.execute.session_state import describe_session, restore_session
+from meshwright.execute.state_digest import replica_differences, state_digest
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from tests.procs.jobs import build, global_batch, make_optimizer
 
@@ -87,9 +89,25 @@ def load_and_train(
 
 
 @contextmanager
-def _broken(fault: str) -> Iterator[None]:
-    """While active, this process's files fail: the disk reports an error when they are flushed, or takes only so many bytes."""
-    if fault == "input/output error":
+def _broken(fault: str, disk: Path) -> Iterator[None]:
+    """While active, this process's files fail: the disk reports an error when they are flushed, takes only so many bytes, is full or read-only."""
+    if fault == "full":
+        filler = disk / "filler"
+        with filler.open("wb") as file, suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+                file.flush()
+        try:
+            yield
+        finally:
+            filler.unlink()
+    elif fault == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    elif fault == "input/output error":
         fsync = os.fsync
 
         def fail(_: int) -> None:
@@ -116,7 +134,7 @@ def save_on_a_broken_disk(rank: int, world: int, init_method: str, folder: str, 
         errors, digests = [], {}
         for index in range(3):
             step()
-            with _broken(fault) if index == 1 and rank == where else nullcontext():
+            with _broken(fault, Path(folder).parent) if index == 1 and rank == where else nullcontext():
                 saver.save(describe_session(session, {}))
                 saver.wait()
             torch.distributed.barrier()

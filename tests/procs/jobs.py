@@ -17,8 +17,9 @@ from meshwright.core.serialization import from_data
 from meshwright.core.task import Task
 from meshwright.execute.apply import apply
 from meshwright.execute.data_parallel import SUM
-from meshwright.execute.full_state import full_state, replica_differences, state_digest
+from meshwright.execute.full_state import full_state
 from meshwright.execute.session import Session
+from meshwright.execute.state_digest import replica_differences, state_digest
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from tests import architectures, convolutional
 from tests.procs import expert_models

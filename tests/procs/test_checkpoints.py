@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy
 from meshwright.core.serialization import to_data
+from tests.procs import axis_plans
 from tests.procs.plan_cases import IN_FLOAT32, model_of, spread
 from tests.procs.plans import models, plans
 
@@ -82,6 +84,66 @@ def test_a_hundred_random_plans_go_on_under_others(pool: Any, ground: Path, case
     go_on(pool, ground / "checkpoints", model, first, second, 1e-9, optimizer=optimizer)
 
 
+@st.composite
+def axis_pairs(draw: st.DrawFn, most: int) -> tuple[dict[str, Any], Plan, Plan]:
+    """A model, and two plans over any axes, or one device, for the same global batch."""
+    model = draw(axis_plans.models(axis_plans.NAMES))
+    alone = (Mesh(), {"micro": 1})
+    first, second = draw(axis_plans.layouts(model, most)), draw(st.one_of(st.just(alone), *[axis_plans.layouts(model, most)] * 3))
+    batch = axis_plans.smallest_batch(first, second)
+    assume(batch <= 24)
+    planned = [axis_plans.spread_or_refuse(model, layout, batch, "fp64")[0] for layout in draw(st.permutations([first, second]))]
+    return model, planned[0], planned[1]
+
+
+def tolerance_of(model: dict[str, Any]) -> float:
+    return 1e-4 if model.get("family") in IN_FLOAT32 else 1e-8
+
+
+@given(case=axis_pairs(4), optimizer=st.sampled_from(["adamw", "sgd"]))
+@QUICK
+def test_random_plans_over_any_axes_go_on_under_others(pool: Any, ground: Path, case: tuple[dict[str, Any], Plan, Plan], optimizer: str) -> None:
+    model, first, second = case
+    go_on(pool, ground / "checkpoints", model, first, second, None if first == second else tolerance_of(model), optimizer=optimizer)
+
+
+@pytest.mark.prove
+@given(case=axis_pairs(8), optimizer=st.sampled_from(["adamw", "sgd"]))
+@settings(QUICK, max_examples=100, derandomize=False)
+def test_a_hundred_plans_over_any_axes_on_up_to_eight_ranks_go_on_under_others(
+    large_pool: Any, ground: Path, case: tuple[dict[str, Any], Plan, Plan], optimizer: str
+) -> None:
+    model, first, second = case
+    go_on(large_pool, ground / "checkpoints", model, first, second, None if first == second else tolerance_of(model), optimizer=optimizer)
+
+
+@pytest.mark.prove
+@given(case=axis_pairs(8))
+@settings(QUICK, max_examples=50, derandomize=False)
+def test_fifty_plans_over_any_axes_go_on_bit_for_bit(large_pool: Any, ground: Path, case: tuple[dict[str, Any], Plan, Plan]) -> None:
+    model, first, _ = case
+    go_on(large_pool, ground / "checkpoints", model, first, first, None)
+
+
+DRAWING = {
+    "dropout": {"family": "Bert", "changes": {"hidden_dropout_prob": 0.3}},
+    "keyed dropout": {"zoo": "gpt-tiny", "dropout": 0.2},
+    "batch norm": {"images": "resnet"},
+    "noise": {"zoo": "vae"},
+}
+
+
+@pytest.mark.parametrize("how", [{"mesh": "dp=2"}, {"mesh": "shard=2", "zero": 3}, {"mesh": "tp=2"}, {"mesh": "pp=2", "micro": 2}], ids=str)
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_is_drawn_and_averaged_goes_on_bit_for_bit(pool: Any, tmp_path: Path, name: str, how: dict[str, Any]) -> None:
+    """Random generators and BatchNorm's statistics are a part of the state."""
+    if name == "batch norm" and how["mesh"] in ("tp=2", "pp=2"):
+        pytest.skip("its layers are not split")
+    model = DRAWING[name]
+    plan, _ = spread(model, **{**how, "mesh": Mesh.parse(how["mesh"])}, batch=4, precision="fp64" if name == "batch norm" else "fp32")
+    go_on(pool, tmp_path, model, plan, plan, None)
+
+
 # Each row: the model, and how it is spread before and after.
 AXES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("GPT2", {"mesh": "tp=2"}, {"mesh": "pp=2", "micro": 2}),  # fused q, k and v
@@ -128,13 +190,33 @@ def test_a_process_killed_at_any_instant_of_a_save_leaves_the_old_state_or_the_n
     assert found["kills"] == kills and len(set(found["steps"])) > kills // 3, "saves were hardly ever finished, or never interrupted"
 
 
+def is_whole_and_goes_on(ranks: list[dict[str, Any]]) -> str:
+    """Of three saves the second has failed: the others are whole. What it reported."""
+    for rank in ranks:
+        assert rank["steps"] == [1, 3] and rank["left"] == ["1", "3"] and rank["problems"] == [] and rank["is_same"]
+        assert rank["errors"][0] == rank["errors"][2] == ""
+    error = ranks[0]["errors"][1]
+    assert "\n" not in error
+    return str(error)
+
+
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("fault", ["input/output error", "file too large"])
 def test_a_save_that_the_disk_refuses_is_one_line_and_training_goes_on(pool: Any, tmp_path: Path, fault: str, where: int) -> None:
     plan = to_data(Plan("any", 8, Mesh(shard=2), memory=MemoryPolicy(1)))
     ranks = pool.run("procs.checkpoint_jobs:save_on_a_broken_disk", world=2, folder=str(tmp_path), plan=plan, fault=fault, where=where)
-    for rank in ranks:
-        assert rank["steps"] == [1, 3] and rank["left"] == ["1", "3"] and rank["problems"] == [] and rank["is_same"]
-        assert rank["errors"][0] == rank["errors"][2] == ""
-    error = ranks[0]["errors"][1]
-    assert error.startswith("the checkpoint of step 2 was not written: ") and fault in error.lower() and "\n" not in error
+    error = is_whole_and_goes_on(ranks)
+    assert error.startswith("the checkpoint of step 2 was not written: ") and fault in error.lower()
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_disk_that_is_full_or_read_only_is_one_line_and_training_goes_on(pool: Any, small_disk: Path, fault: str) -> None:
+    plan = to_data(Plan("any", 8, Mesh(shard=2), memory=MemoryPolicy(1)))
+    folder = small_disk / "checkpoints"
+    error = is_whole_and_goes_on(
+        pool.run("procs.checkpoint_jobs:save_on_a_broken_disk", world=2, folder=str(folder), plan=plan, fault=fault, where=0)
+    )
+    if fault == "full":
+        assert re.fullmatch(rf"the checkpoint of step 2 needs \d.* MB, and 0 B are free in {folder}", error), error
+    else:
+        assert error == f"the checkpoint of step 2 cannot be written to {folder}: read-only file system"

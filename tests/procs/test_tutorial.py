@@ -14,7 +14,7 @@ from meshwright.core.plan import Plan
 from meshwright.cost.datasheet_rates import datasheet_calibration
 from meshwright.orchestrate import Orchestrator
 from meshwright.orchestrate.config import load_config
-from meshwright.orchestrate.orchestrator import write_run_inputs
+from meshwright.orchestrate.run_inputs import write_run_inputs
 
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

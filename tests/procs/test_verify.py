@@ -82,7 +82,7 @@ def test_the_next_best_plan_is_taken_and_said_and_known_the_next_time(pool: Any)
 
 
 def test_a_wrong_plan_without_an_alternative_is_refused(pool: Any) -> None:
-    message = r"RequestError: tensor parallel 2 is wrong for this model: under it the output of words .*--set verify=off"
+    message = r"^tensor parallel 2 is wrong for this model: under it the output of words .*--set verify=off"
     with pytest.raises(RankFailure, match=message) as refused:
         pool.run("procs.verify_jobs:prepare_language", world=2, meshes=["tp=2"], bug="embedding without its own code")
     assert refused.value.exit_code == 2

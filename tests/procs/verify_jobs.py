@@ -29,7 +29,7 @@ from meshwright.core.serialization import from_data
 from meshwright.core.verification import Verification
 from meshwright.describe import layers
 from meshwright.execute import gradient_sync, tensor_parallel, verify_memory
-from meshwright.execute.full_state import state_digest
+from meshwright.execute.state_digest import state_digest
 from meshwright.execute.verify import verify
 from meshwright.orchestrate import plan_verification
 from meshwright.plan import memory_planner, mesh_proposals, planning_problem

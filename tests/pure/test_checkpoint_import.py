@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from meshwright.checkpoint.weights_folder import WeightsFolder
 from meshwright.core.errors import RequestError
+from meshwright.execute.stored_tensors import open_weights
 from meshwright.orchestrate.checkpoint_import import import_weights
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -142,5 +142,6 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
 
 def test_what_is_exported_comes_back(tmp_path: Path) -> None:
     import_weights(write_dcp(tmp_path / "dcp", {"model": MODEL}), tmp_path / "weights")
-    with WeightsFolder(tmp_path / "weights") as weights:
-        assert sorted(weights.tensors) == sorted(MODEL)
+    weights = open_weights(tmp_path / "weights")
+    assert sorted(weights.tensors) == sorted(MODEL)
+    weights.close()

@@ -16,6 +16,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import LOSS_LAYER, Kernel, ModelProfile
 from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy, compiles_layer, is_compiled
 from meshwright.core.quantities import show_bytes
+from meshwright.core.tensor_policy import ParameterShard, ShardedDim, TensorPolicy
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.cost.collective_cost import collective_seconds
@@ -150,6 +151,18 @@ def test_memory_kinds_add_up_and_framework_is_among_them() -> None:
     found = estimate(chosen, profile, Workload(64), cluster(2), heavier)
     assert found.memory_kinds["framework"] == 12345
     assert found.memory_bytes == (sum(found.memory_kinds.values()),) * 2
+
+
+def test_start_up_counts_where_a_whole_tensor_needs_more_than_a_step() -> None:
+    """On a CPU every rank draws each tensor whole, also one of which it keeps a quarter."""
+    profile = model([layer("table", ((1000, 64),)), layer("head", ((64, 64),))])
+    rows = TensorPolicy((ShardedDim("rows", 1000, (ParameterShard("table.0", 0),)),))
+    chosen = replace(plan(profile, batch=4), mesh=Mesh(tp=(4,)), tensor=rows, device="cpu")
+    kinds = price(chosen, profile, kind="cpu", optimizer="sgd").memory_kinds
+    held = (1000 // 4 + 64) * 64 * 4
+    assert kinds["parameters"] == held and kinds["start-up"] > 0
+    assert sum(kinds.values()) == kinds["framework"] + held + 1000 * 64 * 4
+    assert "start-up" not in price(replace(chosen, device="cuda"), profile, optimizer="sgd").memory_kinds, "it is drawn on the host"
 
 
 def test_micro_batches_divide_activations() -> None:

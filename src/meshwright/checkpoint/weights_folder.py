@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.tensor_file import TensorEntry, TensorFile, TensorSpec, write_tensor_file
-from meshwright.core.box import Box
 from meshwright.core.errors import RequestError
 from meshwright.core.serialization import read_json, write_json
 
@@ -19,17 +18,14 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 class WeightsFolder:
-    """Reads boxes of the tensors in a folder of safetensors files."""
+    """The tensors in a folder of safetensors files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = {name: TensorFile(folder / name) for name in self._file_names()}
         self._where = {key: (file, entry) for file in self._files.values() for key, entry in file.entries.items()}
 
-    def __enter__(self) -> WeightsFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for file in self._files.values():
             file.__exit__()
 
@@ -41,9 +37,8 @@ class WeightsFolder:
     def bytes_read(self) -> int:
         return sum(file.bytes_read for file in self._files.values())
 
-    def read_box(self, key: str, box: Box, into: Any) -> None:
-        file, entry = self._where[key]
-        file.read_box(entry, box, into)
+    def find(self, key: str) -> tuple[TensorFile, TensorEntry]:
+        return self._where[key]
 
     def _file_names(self) -> list[str]:
         index = self.folder / _INDEX
@@ -97,8 +92,3 @@ def _split(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
         groups[-1].append(spec)
         size += spec.nbytes
     return groups
-
-
-def missing_and_unexpected(wanted: Iterable[str], found: Iterable[str]) -> tuple[list[str], list[str]]:
-    wanted, found = set(wanted), set(found)
-    return sorted(wanted - found), sorted(found - wanted)

@@ -1,4 +1,4 @@
-"""`checkpoints ls|verify|prune|export`: looks after the checkpoints of a run."""
+"""`checkpoints ls|verify|prune|export|import`: looks after the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checkpoints() -> None:
 
 @app.command("ls")
 def ls(run: options.Run = "last", run_dir: options.RunDir = "runs", as_json: options.Json = False) -> None:
-    """List a run's checkpoints: step, size, age, the ranks and the plan that wrote it.
+    """List a run's checkpoints: step, size, age, the ranks and the plan that wrote it; which one has the best validation loss.
 
     Example: meshwright checkpoints ls last
     """
@@ -40,23 +40,25 @@ def ls(run: options.Run = "last", run_dir: options.RunDir = "runs", as_json: opt
     from meshwright.checkpoint.manifest import read_manifest
 
     root = _root(run, run_dir)
-    rows: list[dict[str, Any]] = []
+    rows, best = list[dict[str, Any]](), dict[str, float]()
     for step in saved_steps(root):
         try:
             manifest = read_manifest(step_folder(root, step))
         except RequestError as error:
             rows.append({"step": step, "error": str(error)})
             continue
+        best = _best_of(manifest) or best
         rows.append({"step": step, "bytes": manifest.bytes, "time": manifest.time, "ranks": manifest.world, "plan": _summary(manifest)})
     if as_json:
-        print_json({"folder": str(root), "checkpoints": rows})
+        print_json({"folder": str(root), "checkpoints": rows, "best": best or None})
         return
     table = make_table(">step", ">size", ">age", ">ranks", "plan", title=str(root))
     for row in rows:
         if "error" in row:
             table.add_row(str(row["step"]), "", "", "", row["error"])
         else:
-            table.add_row(str(row["step"]), show_bytes(row["bytes"]), _age(row["time"]), str(row["ranks"]), row["plan"])
+            note = f"; validation loss {best['loss']:.4f}, the best" if row["step"] == best.get("step") else ""
+            table.add_row(str(row["step"]), show_bytes(row["bytes"]), _age(row["time"]), str(row["ranks"]), row["plan"] + note)
     stdout.print(table)
 
 
@@ -93,14 +95,15 @@ def prune(
     run_dir: options.RunDir = "runs",
     as_json: options.Json = False,
 ) -> None:
-    """Remove all but the newest checkpoints of a run, and what interrupted saves have left.
+    """Remove all but the newest checkpoints of a run and the one with the best validation loss, and what interrupted saves have left.
 
     Example: meshwright checkpoints prune last --keep 1
     """
     from meshwright.checkpoint.checkpoint_folder import remove_checkpoint, remove_leftovers, saved_steps, steps_to_remove
 
     root = _root(run, run_dir)
-    removed = steps_to_remove(saved_steps(root), keep)
+    best = [int(found["step"]) for step in saved_steps(root) if (found := _best_at(root, step))]
+    removed = steps_to_remove(saved_steps(root), keep, also_keep=best[-1:])
     for step in removed:
         remove_checkpoint(root, step)
     remove_leftovers(root)
@@ -184,6 +187,22 @@ def _root(run: str, run_dir: str) -> Path:
     if not root.is_dir():
         raise RequestError(f"{root.parent} has no checkpoints: save some with --set checkpoint_every=100")
     return root
+
+
+def _best_of(manifest: Manifest) -> dict[str, float]:
+    """Step and validation loss of the best checkpoint so far, as the run knew it when it wrote this one."""
+    state = manifest.state if isinstance(manifest.state, dict) else {}
+    return state.get("best") or {}
+
+
+def _best_at(root: Path, step: int) -> dict[str, float]:
+    from meshwright.checkpoint.checkpoint_folder import step_folder
+    from meshwright.checkpoint.manifest import read_manifest
+
+    try:
+        return _best_of(read_manifest(step_folder(root, step)))
+    except RequestError:
+        return {}
 
 
 def _summary(manifest: Manifest) -> str:

@@ -77,9 +77,14 @@ def train(
     if resume is not None:
         if source is not None:
             raise RequestError(f"--resume goes on with a run and its own model, not with {source}: leave it out")
+        if init_from is not None:
+            raise RequestError(f"--resume {resume} has the run's own weights, and --init-from {init_from} names others: leave one of them out")
         config = _resumed_config(resume, settings, flags)
     else:
         config = options.make_config(file, settings, count_ranks, **flags)
+    is_digest_given = any(text.startswith("digest=") for text in settings or []) or (resume is None and "digest" in config.model_fields_set)
+    if as_json and script is None and not is_digest_given:
+        config = config.model_copy(update={"digest": True})
     if launcher == "local" and config.backend == "auto":
         config = config.model_copy(update={"backend": None})
     if launched is None:
@@ -122,14 +127,12 @@ def _with_packaged_weights(model: str, settings: list[str]) -> str:
 
 def _resumed_config(run: str, settings: list[str] | None, flags: dict[str, Any]) -> RunConfig:
     """The configuration of the run that goes on, changed by what was given."""
-    from meshwright.observe import find_run_folder
     from meshwright.orchestrate.config import check_keys, parse_setting
-    from meshwright.orchestrate.resume import resumed_config
+    from meshwright.orchestrate.resume import named_folder, resumed_config
 
     given = dict(parse_setting(text) for text in settings or []) | {key: value for key, value in flags.items() if value is not None}
     check_keys(given, "--set")
-    path = Path(run) if "/" in run else find_run_folder(run, Path(flags["run_dir"] or "runs")).path
-    config, line = resumed_config(path, given, os.environ)
+    config, line = resumed_config(named_folder(run, Path(flags["run_dir"] or "runs")), given, os.environ)
     log_progress(line)
     return config
 

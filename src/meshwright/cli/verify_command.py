@@ -43,7 +43,7 @@ def verify(
     """
     require_torch()
     from meshwright.orchestrate import Orchestrator
-    from meshwright.orchestrate.orchestrator import require_fit
+    from meshwright.orchestrate.run_inputs import require_fit
     from meshwright.orchestrate.verified_run import verify_plan
 
     flags: dict[str, Any] = {

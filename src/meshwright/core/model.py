@@ -114,6 +114,10 @@ class ModelProfile:
         return tuple(t for layer in self.layers for t in layer.tensors)
 
     @property
+    def largest_tensor_bytes(self) -> int:
+        return max((t.bytes for layer in self.layers for t in layer.tensors), default=0)
+
+    @property
     def flops_forward(self) -> float:
         return sum(layer.flops_forward for layer in self.layers)
 

@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -81,6 +82,8 @@ def show_json(data: Any, length: int = 60) -> str:
 
 
 def _convert(kind: Any, data: Any, where: str) -> Any:
+    if type(data) is kind and (kind is str or kind is bool or (kind is int and abs(data) < 2**63)):  # most values
+        return data
     origin = get_origin(kind)
     if kind is Any:
         return data
@@ -124,6 +127,8 @@ def _select_variant(options: list[Any], data: Any, where: str) -> Any:
 def _convert_tuple(items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
     _expect(isinstance(data, list), "a list", data, where)
     if len(items) == 2 and items[1] is Ellipsis:
+        if items[0] is int and all(type(v) is int and abs(v) < 2**63 for v in data):  # shapes
+            return tuple(data)
         return tuple(_convert(items[0], v, f"{where}[{i}]") for i, v in enumerate(data))
     _expect(len(data) == len(items), f"{len(items)} items", data, where)
     return tuple(_convert(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(items, data, strict=True)))
@@ -131,8 +136,7 @@ def _convert_tuple(items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, 
 
 def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
     _expect(isinstance(data, dict), "an object", data, where)
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    fields, hints = _fields_of(kind)
     data = _with_current_keys(kind.__name__, data, where)
     for key in data:
         if key not in fields:
@@ -141,6 +145,12 @@ def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
         if name not in data and field.default is field.default_factory is dataclasses.MISSING:
             raise RequestError(f"{where}: the key '{name}' is missing")
     return kind(**{k: _convert(hints[k], _with_current_keys(f"{kind.__name__}.{k}", v, where), f"{where}.{k}") for k, v in data.items()})
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:
+    """The fields of a dataclass and their types, by name. A checkpoint's manifest has one for each of many thousand pieces."""
+    return {f.name: f for f in dataclasses.fields(kind)}, typing.get_type_hints(kind)
 
 
 def _with_current_keys(kind: str, data: Any, where: str) -> Any:

@@ -60,10 +60,12 @@ def _all_model_states(plan: Plan, profile: ModelProfile, optimizer: str, shard: 
 
 
 def peak_bytes(
-    plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},), shard: int = 0, pp_rank: int = 0
-) -> dict[str, int]:
-    """The largest rank's peak by kind; `profile` is at the largest micro-batch. For a pipeline, `in_flight` says how many micro-batches each layer
-    holds, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
+    plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},), shard: int = 0, pp_rank: int = 0,
+    largest_tensor: int = 0,
+) -> dict[str, int]:  # fmt: skip
+    """The largest rank's peak by kind; `profile` is its part of the model, at the largest micro-batch, and `largest_tensor` the bytes of the whole
+    model's largest. For a pipeline, `in_flight` says how many micro-batches each layer holds, at the moments that may need most; `shard` is the
+    rank's coordinate along that axis."""
     states = model_state_bytes(plan, profile, optimizer, shard)
     peaks = []
     for counts, first in (backward for in_flight_counts in in_flight for backward in _backward_passes(plan, in_flight_counts)):
@@ -83,15 +85,15 @@ def peak_bytes(
         "gradients": int(peak.gradients),
     }
     needed = {kind: size if kind in EXACT_KINDS else int(size * rates.memory_correction) for kind, size in kinds.items()}
-    start_up = start_up_bytes(plan, profile, states) + needed["framework"] - sum(needed.values())
+    start_up = start_up_bytes(plan, states, largest_tensor) + needed["framework"] - sum(needed.values())
     return {**needed, START_UP: start_up} if start_up > 0 else needed
 
 
-def start_up_bytes(plan: Plan, profile: ModelProfile, states: Mapping[str, int]) -> int:
+def start_up_bytes(plan: Plan, states: Mapping[str, int], largest_tensor: int) -> int:
     """Bytes of a rank that gives its pieces their initial values: the pieces, buckets that exist from the start, and one whole tensor, which is drawn
     on the host. A model that cannot be born in pieces needs more; the run says so."""
     held = states["parameters"] + (states["gradients"] if plan.mesh.group_size("data") > 1 and plan.memory.zero < 2 else 0)
-    return held + (max((t.bytes for t in profile.tensors), default=0) if plan.device == "cpu" else 0)
+    return held + (largest_tensor if plan.device == "cpu" else 0)
 
 
 def _rng_state_bytes(plan: Plan, profile: ModelProfile, counts: Mapping[str, int]) -> int:

@@ -69,7 +69,7 @@ def rank_class_peak(plan: Plan, profile: ModelProfile, workload: Workload, calib
         in_flight = in_flight_by_layer(plan, pp_rank, ranks)
         for ep_rank in range(plan.mesh.ep):
             local = local_profile(plan, micro, 0, pp_rank, ep_rank)
-            peaks.append(peak_bytes(plan, local, workload.optimizer, rates, in_flight, rank_class.shard, pp_rank))
+            peaks.append(peak_bytes(plan, local, workload.optimizer, rates, in_flight, rank_class.shard, pp_rank, profile.largest_tensor_bytes))
     return max(peaks, key=lambda kinds: sum(kinds.values()))
 
 

@@ -60,7 +60,8 @@ class GlobalSampler:
         """Continue from a saved position; the stream must be the same, the batch size may differ."""
         for key in ("length", "seed", "shuffle"):
             if state[key] != (now := getattr(self, key)):
-                raise RequestError(f"cannot resume the data: it was saved with {key}={state[key]}, now {key}={now}: use the same data set and seed")
+                same = "use the same data set and seed, or --set allow_changes=true"
+                raise RequestError(f"cannot resume the data: it was saved with {key}={state[key]}, now {key}={now}: {same}")
         self.position = int(state["position"])
 
     def _batch_start(self, position: int, count: int) -> int:

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.weights_folder import WeightsFolder
 from meshwright.core.box import Box, whole_box
 from meshwright.core.errors import RequestError
 from meshwright.describe.deferred_init import InitialValues
 from meshwright.execute.apply import AppliedPlan
 from meshwright.execute.exchange import broadcast_data, gather_data
-from meshwright.execute.full_state import replica_differences
 from meshwright.execute.placeholders import replace_meta_tensors
+from meshwright.execute.state_digest import replica_differences
 from meshwright.execute.state_pieces import layout_of, parameter_pieces
+from meshwright.execute.stored_tensors import open_weights
 from meshwright.execute.weights import LoadedWeights, load_weights
 
 _SAMPLED = 64  # elements at each end of a tensor that ranks compare
@@ -87,7 +87,8 @@ class Birth:
         """Ranks must have replayed the same values, whether they share a piece or not. Collective."""
         if len({*gather_data(applied.groups.world, self.fingerprint, applied.plan.device, "state/birth")}) > 1:
             raise RequestError(_different_values("some tensor"))
-        check_replicas(applied)
+        if not self.is_restored:  # what a checkpoint will fill has no values yet
+            check_replicas(applied)
 
 
 def check_replicas(applied: AppliedPlan) -> None:
@@ -107,10 +108,11 @@ def lacking_weights(model: nn.Module, folder: Path) -> list[str]:
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in state.items():
         by_tensor.setdefault(id(tensor), []).append(name)
-    with WeightsFolder(folder) as weights:
-        found = weights.tensors
-        has = lambda name, tensor: name in found and tuple(found[name].shape) == tuple(tensor.shape)  # noqa: E731
-        return [names[0] for names in by_tensor.values() if not any(has(name, state[name]) for name in names)]
+    weights = open_weights(folder)
+    weights.close()
+    found = weights.tensors
+    has = lambda name, tensor: name in found and found[name].shape == tuple(tensor.shape)  # noqa: E731
+    return [names[0] for names in by_tensor.values() if not any(has(name, state[name]) for name in names)]
 
 
 @torch.no_grad()

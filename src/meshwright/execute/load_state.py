@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint import checkpoint_folder
-from meshwright.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, read_manifest
-from meshwright.checkpoint.tensor_file import TensorFile
-from meshwright.core.box import Box
+from meshwright.checkpoint.manifest import Manifest, TensorRecord, read_manifest
 from meshwright.core.errors import RequestError
 from meshwright.core.serialization import to_data
 from meshwright.execute.apply import AppliedPlan
 from meshwright.execute.exchange import broadcast_data, gather_data
-from meshwright.execute.state_dtypes import CHUNK_BYTES, DTYPES, as_bytes
+from meshwright.execute.state_dtypes import DTYPES
 from meshwright.execute.state_pieces import (
     BUFFER,
     OPTIMIZER,
@@ -30,73 +26,9 @@ from meshwright.execute.state_pieces import (
     stepped_names,
     stepped_pieces,
 )
+from meshwright.execute.stored_tensors import StoredTensors
 
-_MAX_OPEN_FILES = 128
 _SCALAR_STATES = {"step", "eta", "mu", "mu_product"}  # of torch's optimizers: one number a parameter, whatever its shape
-
-
-class StoredTensors:
-    """The tensors of a checkpoint, read box by box."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.tensors = folder, manifest.tensors
-        self._pieces: dict[str, list[tuple[str, PieceRecord]]] = {}
-        for file in manifest.files:
-            for piece in file.pieces:
-                self._pieces.setdefault(piece.tensor, []).append((file.name, piece))
-        self._open: OrderedDict[str, TensorFile] = OrderedDict()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> StoredTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
-            file.__exit__()
-
-    def fill(self, tensor: str, box: Box, view: Tensor) -> None:
-        """Write a box of a stored tensor into `view`, which has its size."""
-        missing = [box]
-        for file, piece in self._pieces.get(tensor, ()):
-            if not any(part.intersect(piece.box) for part in missing):
-                continue
-            common = box.intersect(piece.box)
-            assert common is not None
-            self._copy(self._file(file), piece, common, view[common.inside(box).slices()])
-            missing = [rest for part in missing for rest in part.subtract(common)]
-        if missing:
-            raise RequestError(f"{self.folder}: no file has {tensor}{missing[0]}: a part of the checkpoint is missing")
-
-    def _copy(self, file: TensorFile, piece: PieceRecord, common: Box, view: Tensor) -> None:
-        entry = file.entries.get(piece.key)
-        if entry is None or entry.shape != piece.size:
-            raise RequestError(f"{file.path}: it has no '{piece.key}' of shape {piece.size}")
-        dtype = DTYPES[entry.dtype]
-        for part in _parts(common.inside(piece.box), dtype.itemsize):
-            target = view[part.inside(common.inside(piece.box)).slices()]
-            is_direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-            values = target if is_direct else torch.empty(part.size, dtype=dtype)
-            file.read_box(entry, part, as_bytes(values))
-            if not is_direct:
-                target.copy_(values)
-
-    def _file(self, name: str) -> TensorFile:
-        if name not in self._open:
-            self._open[name] = TensorFile(self.folder / name)
-            if len(self._open) > _MAX_OPEN_FILES:
-                self._open.popitem(last=False)[1].__exit__()
-        self._open.move_to_end(name)
-        return self._open[name]
-
-
-def _parts(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in parts of bounded size, along its first dim."""
-    if not box.size or box.numel * itemsize <= CHUNK_BYTES:
-        yield box
-        return
-    rows = max(CHUNK_BYTES * box.size[0] // (box.numel * itemsize), 1)
-    for first in range(0, box.size[0], rows):
-        yield Box((box.start[0] + first, *box.start[1:]), (min(rows, box.size[0] - first), *box.size[1:]))
 
 
 def open_newest(applied: AppliedPlan, root: Path, step: int | None = None) -> tuple[Path, Manifest, list[str]]:
@@ -111,16 +43,23 @@ def open_newest(applied: AppliedPlan, root: Path, step: int | None = None) -> tu
     problems: list[str] = []
     for candidate in reversed(steps):
         folder = checkpoint_folder.step_folder(root, candidate)
-        try:
-            manifest, wrong = read_manifest(folder), []
-            wrong = list(checkpoint_folder.problems_of(folder, manifest, world.rank, world.size))
-        except RequestError as error:
-            wrong = [str(error)]
-        everywhere = [line for lines in gather_data(world, wrong, device, "state/problems") for line in lines]
-        if not everywhere:
+        manifest, wrong = read_whole(applied, folder)
+        if manifest is not None:
             return folder, manifest, problems
-        problems += list(dict.fromkeys(everywhere))
+        problems += wrong
     raise RequestError(f"{root}: there is no whole checkpoint in it{f'; {problems[0]}' if problems else ''}")
+
+
+def read_whole(applied: AppliedPlan, folder: Path) -> tuple[Manifest | None, list[str]]:
+    """(the manifest of a checkpoint, or None if something is wrong with it, what that is). Every rank hashes a share of the files. Collective."""
+    world, wrong, manifest = applied.groups.world, list[str](), None
+    try:
+        manifest = read_manifest(folder)
+        wrong = list(checkpoint_folder.problems_of(folder, manifest, world.rank, world.size))
+    except RequestError as error:
+        wrong = [str(error)]
+    everywhere = [line for lines in gather_data(world, wrong, applied.plan.device, "state/problems") for line in lines]
+    return None if everywhere else manifest, list(dict.fromkeys(everywhere))
 
 
 def load_tensors(applied: AppliedPlan, folder: Path, manifest: Manifest, *, optimizer: bool = True) -> None:
@@ -155,7 +94,7 @@ def check_same_model(applied: AppliedPlan, manifest: Manifest, where: str) -> No
 
 
 def make_optimizer_state(applied: AppliedPlan, manifest: Manifest) -> None:
-    """Give the optimizer empty state of the kinds that the checkpoint has, to be filled."""
+    """Give the optimizer state of the kinds that the checkpoint has, to be filled; memory that it has already is used again."""
     stored: dict[str, dict[str, TensorRecord]] = {}
     for key, record in manifest.tensors.items():
         kind, _, name = key.rpartition("/")
@@ -169,12 +108,15 @@ def make_optimizer_state(applied: AppliedPlan, manifest: Manifest) -> None:
         if not kinds:
             continue
         stepped = param if applied.optimizer_offload is None else applied.optimizer_offload.host_copy(param)
-        state = applied.optimizer.state[stepped] = {}
+        before, state = applied.optimizer.state.get(stepped, {}), dict[str, Any]()
+        applied.optimizer.state[stepped] = state
         for key, (name, record) in kinds.items():
             dtype, whole = DTYPES[record.dtype], applied.whole.shapes[name]
+            shape, device = stepped.shape if record.shape == whole else torch.Size(record.shape), stepped.device
             if not record.shape and (whole or key in _SCALAR_STATES):
                 on_device = groups[id(stepped)].get("fused") or groups[id(stepped)].get("capturable")
-                state[key] = torch.zeros((), dtype=dtype, device=stepped.device if on_device else "cpu")
-            else:
-                state[key] = torch.zeros(stepped.shape if record.shape == whole else record.shape, dtype=dtype, device=stepped.device)
+                shape, device = torch.Size(), stepped.device if on_device else torch.device("cpu")
+            known = before.get(key)
+            is_alike = isinstance(known, Tensor) and (known.shape, known.dtype, known.device) == (shape, dtype, device)
+            state[key] = known if is_alike else torch.zeros(shape, dtype=dtype, device=device)
         state.update({key.rpartition("/")[2]: value for key, value in numbers.items() if key.rpartition("/")[0] == names[0]})

@@ -7,7 +7,7 @@ import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -174,10 +174,15 @@ class RankLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Passes that are over, and how far the current one is: what its generators were when it began, and the batches that it has yielded."""
-        return {"passes": self.passes_done, "yielded": self._pass.num_yielded, "generators": list(self._pass.generators), "ranks": self.plan.world}
+        position = {"passes": self.passes_done, "yielded": self._pass.num_yielded, "generators": list(self._pass.generators)}
+        return {**position, "ranks": self.plan.world, "sizes": self._sizes()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes effect where the next pass begins: it goes on with the one that was saved."""
+        """Takes effect where the next pass begins: it goes on with the one that was saved. Another data set or batch would give it other samples."""
+        if state["yielded"] and state.get("sizes", self._sizes()) != self._sizes():
+            was, now = (f"{samples} samples in batches of {batch}" for samples, batch in (state["sizes"], self._sizes()))
+            line = f"the checkpoint is from the middle of a pass over {was}, and the loader has {now}"
+            raise RequestError(f"{line}: use the same loader, or a checkpoint from between two passes")
         self.passes_done = state["passes"]
         generators = list(state["generators"])
         self._follows_stream = False
@@ -185,6 +190,13 @@ class RankLoader:
             generators[:2] = reversed(generators[:2])
             self._follows_stream = self.plan.world == 1
         self._next_pass = _Pass(state["yielded"], tuple(generators)) if state["yielded"] else None
+
+    def _sizes(self) -> list[int | None]:
+        """Samples of the data set and of a batch, where the loader knows them."""
+        dataset = getattr(self._loader, "dataset", None)
+        length = len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else None
+        batch = getattr(self._loader, "batch_size", None)
+        return [length, batch if isinstance(batch, int) else None]
 
     def _begin_pass(self) -> int:
         """Note what the pass begins with; returns how many of its batches an earlier run has had."""

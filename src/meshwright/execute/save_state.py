@@ -157,18 +157,21 @@ class _SaveJob:
         self.folder = checkpoint_folder.saving_folder(saver.root, state.step)
 
     def run(self) -> None:
-        error, written = "", 0
+        error, written, seconds = "", 0, 0.0
         try:
             written = self._write_own()
             if self.rank == 0:
                 written = self._finish()
+            seconds = time.monotonic() - self.started
         except Exception as failure:  # in a thread: what is not reported is lost
             error = f"the checkpoint of step {self.state.step} was not written: {getattr(failure, 'strerror', None) or failure}".rstrip(".")
             if self.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
+        if self.rank == 0 and not error:
+            self._remove_older()
         if self.staged is None:
             self.stalled = time.monotonic() - self.started
-        self.saver._reports.append(SaveReport(self.state.step, self.stalled, time.monotonic() - self.started, written, error))
+        self.saver._reports.append(SaveReport(self.state.step, self.stalled, seconds, written, error))
 
     def _write_own(self) -> int:
         path = self.folder / file_name(self.rank)
@@ -203,7 +206,7 @@ class _SaveJob:
         return self.folder / f"{file_name(rank)}.json"
 
     def _finish(self) -> int:
-        """On the first rank: wait for all files, write the manifest, make the checkpoint visible, and remove old ones."""
+        """On the first rank: wait for all files, write the manifest, and make the checkpoint visible."""
         notes = [self._wait_for_note(rank) for rank in range(self.world)]
         files = tuple(from_data(FileRecord, note["file"], f"the note of {file_name(rank)}") for rank, note in enumerate(notes))
         dtypes = {(e.kind, e.name): TensorRecord(NAMES[getattr(torch, e.dtype)], e.shape) for e in self.catalog.entries}
@@ -217,9 +220,12 @@ class _SaveJob:
             self._note_path(rank).unlink()
         write_manifest(self.folder, manifest)
         checkpoint_folder.publish(self.saver.root, self.state.step)
-        for step in self.saver._steps_to_remove(checkpoint_folder.saved_steps(self.saver.root)):
-            checkpoint_folder.remove_checkpoint(self.saver.root, step)
         return manifest.bytes
+
+    def _remove_older(self) -> None:
+        with contextlib.suppress(OSError):  # the next save tries again
+            for step in self.saver._steps_to_remove(checkpoint_folder.saved_steps(self.saver.root)):
+                checkpoint_folder.remove_checkpoint(self.saver.root, step)
 
     def _wait_for_note(self, rank: int) -> Any:
         path, limit_s = self._note_path(rank), self.saver.applied.plan.sync.timeout_s

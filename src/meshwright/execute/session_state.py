@@ -17,6 +17,7 @@ from meshwright.execute.save_state import SaveState
 from meshwright.execute.session import Session
 from meshwright.execute.state_pieces import optimizer_numbers
 
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # of an optimizer: they decide where its state is, not what it computes
 # Keys of what JSON has not: infinities and NaN, counters, and mappings whose keys are numbers.
 _FLOAT, _COUNTER, _ITEMS = ".float", ".counter", ".items"
 
@@ -49,7 +50,8 @@ def restore_session(session: Session, root: Path, step: int | None = None) -> tu
         raise RequestError(f"{folder}: its optimizer has {len(own['param_groups'])} groups of parameters, and {len(groups)} now")
     load_tensors(session.applied, folder, manifest)
     for group, settings in zip(groups, own["param_groups"], strict=True):
-        group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in settings.items()})
+        kept = {key: value for key, value in settings.items() if key not in _IMPLEMENTATION}
+        group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in kept.items()})
     if session.loss_scaler is not None and own["loss_scale"] is not None:
         session.loss_scaler.value, session.loss_scaler.good_steps = own["loss_scale"]
     session.steps_done = own["steps_done"]

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.manifest import FILE_NAME, TensorRecord
 from meshwright.checkpoint.tensor_file import TensorSpec
-from meshwright.checkpoint.weights_folder import WeightsFolder, write_weights
-from meshwright.core.box import whole_box
+from meshwright.checkpoint.weights_folder import write_weights
 from meshwright.core.errors import RequestError
 from meshwright.execute.apply import AppliedPlan
 from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.exchange import broadcast_data
 from meshwright.execute.full_state import whole_tensors
+from meshwright.execute.load_state import read_whole
 from meshwright.execute.state_dtypes import DTYPES, NAMES, as_bytes, chunks_of
 from meshwright.execute.state_pieces import StatePiece, buffer_pieces, make_catalog, parameter_pieces
+from meshwright.execute.stored_tensors import Weights, open_weights
 from meshwright.zoo.weight_layouts import WeightLayout, weight_layout
 
 
@@ -68,26 +70,23 @@ def _mismatch(applied: AppliedPlan, names: Sequence[str], tensors: Mapping[str, 
 
 def export_weights(applied: AppliedPlan, folder: Path, source: Path | None = None) -> None:
     """Write the weights into `folder`, as `from_pretrained` reads them where the model is of the zoo's GPT or Llama or of transformers, and under the
-    model's own names otherwise. Collective: the first rank writes."""
+    model's own names otherwise. Collective: the first rank writes, and when it has, all return, or raise what has failed."""
     layout, rank = weight_layout(applied.model, source), applied.groups.world.rank
     average_buffers(applied)
     pieces = [*parameter_pieces(applied), *buffer_pieces(applied)]
     specs = [_spec(layout, name, dtype, shape) for name, dtype, shape in _tensors(applied, pieces)]
     tensors = whole_tensors(applied, pieces, everywhere=False)
-    if rank != 0:
-        for _ in tensors:
-            pass
-        return
-    parts = ((as_bytes(part) for part in chunks_of(layout.to_folder(name, tensor))) for _, name, tensor in tensors)
-    error: OSError | None = None
-    try:
-        write_weights(folder, specs, parts, extras=layout.write_extras)
-    except OSError as failure:
-        error = failure
-    for _ in tensors:  # other ranks send what they have, whether it can be written or not
+    error = ""
+    if rank == 0:
+        parts = ((as_bytes(part) for part in chunks_of(layout.to_folder(name, tensor))) for _, name, tensor in tensors)
+        try:
+            write_weights(folder, specs, parts, extras=layout.write_extras)
+        except OSError as failure:
+            error = f"{folder}: the weights could not be written: {(failure.strerror or str(failure)).lower()}"
+    for _ in tensors:  # ranks send what they have, whether it can be written or not
         pass
-    if error is not None:
-        raise RequestError(f"{folder}: the weights could not be written: {(error.strerror or str(error)).lower()}")
+    if error := broadcast_data(applied.groups.world, error, applied.plan.device, "state/export"):
+        raise RequestError(error)
 
 
 def _tensors(applied: AppliedPlan, pieces: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -99,7 +98,7 @@ def _tensors(applied: AppliedPlan, pieces: Any) -> Iterator[tuple[str, str, tupl
 
 
 def _spec(layout: WeightLayout, name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    return TensorSpec(layout.rename(name), dtype, shape[::-1] if layout.transposed(name) else shape)
+    return TensorSpec(layout.rename(name), dtype, layout.shape_in_folder(name, shape))
 
 
 @dataclass(frozen=True)
@@ -113,38 +112,58 @@ class LoadedWeights:
 
 
 def load_weights(applied: AppliedPlan, folder: Path) -> LoadedWeights:
-    """Fill this rank's pieces from a folder of weights; only these are read, unless the folder has a tensor in another order. Tensors of another
-    shape are refused."""
-    elements = 0
-    layout = weight_layout(applied.model)
-    with torch.no_grad(), WeightsFolder(folder) as weights:
-        tensors = weights.tensors
-        keys = {name: _key(applied, layout, name, tensors) for name in (*applied.whole.parameters, *applied.whole.buffers)}
-        if tensors and not any(keys.values()):
-            raise RequestError(f"{folder}: it is of another model: it has {next(iter(tensors))}, and the model has {next(iter(keys))}")
-        for piece in itertools.chain(parameter_pieces(applied), buffer_pieces(applied)):
-            key = keys[piece.name]
-            if key is None:
-                continue
-            entry = tensors[key]
-            shape = entry.shape[::-1] if layout.transposed(piece.name) else entry.shape
-            if shape != piece.shape:
-                raise RequestError(f"{folder}: {key} has the shape {entry.shape} in it, and {piece.name} has {piece.shape} in the model")
-            is_same = key == piece.name or layout.from_folder is WeightLayout().from_folder
-            box = piece.box if is_same else whole_box(entry.shape)
-            values = torch.empty(box.size, dtype=DTYPES[entry.dtype])
-            weights.read_box(key, box, as_bytes(values))
-            piece.view.copy_(values if is_same else layout.from_folder(piece.name, values)[piece.box.slices()])
-            elements += piece.view.numel()
-        bytes_read = weights.bytes_read
+    """Fill this rank's pieces from a folder of weights, of which only these are read, or from a checkpoint, whose checksums are compared before.
+    Tensors of another shape are refused. Collective."""
+    layout, elements = weight_layout(applied.model), 0
+    if (folder / FILE_NAME).exists():
+        _, wrong = read_whole(applied, folder)
+        if wrong:
+            raise RequestError(wrong[0])
+    weights = open_weights(folder)
+    try:
+        keys = _keys(applied, layout, weights.tensors, folder)
+        with torch.no_grad():
+            for piece in itertools.chain(parameter_pieces(applied), buffer_pieces(applied)):
+                if (key := keys[piece.name]) is not None:
+                    _fill(weights, key, layout if key not in _names(applied, piece.name) else WeightLayout(), piece)
+                    elements += piece.view.numel()
+        tensors, bytes_read = weights.tensors, weights.bytes_read
+    finally:
+        weights.close()
     if applied.optimizer_offload is not None:
         applied.optimizer_offload.refresh_copies()
-    used = {key for key in keys.values() if key is not None} | {a for name in keys for a in applied.whole.aliases.get(name, ())}
+    used = {key for key in keys.values() if key is not None} | {alias for name in keys for alias in applied.whole.aliases.get(name, ())}
     missing, unexpected = sorted(name for name, key in keys.items() if key is None), sorted(set(tensors) - used)
     return LoadedWeights(tuple(missing), tuple(unexpected), bytes_read, elements)
 
 
+def _fill(weights: Weights, key: str, layout: WeightLayout, piece: StatePiece) -> None:
+    for inside, outside in layout.boxes_in_folder(piece.name, piece.shape, piece.box):
+        view = piece.view[inside.inside(piece.box).slices()]
+        weights.fill(key, outside, view.t() if layout.transposed(piece.name) else view)
+
+
+def _keys(applied: AppliedPlan, layout: WeightLayout, tensors: Mapping[str, TensorRecord], folder: Path) -> dict[str, str | None]:
+    """Under which name a folder has each parameter and buffer; None where it has not."""
+    keys = {name: _key(applied, layout, name, tensors) for name in (*applied.whole.parameters, *applied.whole.buffers)}
+    if tensors and not any(keys.values()):
+        raise RequestError(f"{folder}: it is of another model: it has {next(iter(tensors))}, and the model has {next(iter(keys))}")
+    for name, key in keys.items():
+        whole = applied.whole.shapes[name]
+        if key is None or tensors[key].shape == (whole if key in _names(applied, name) else layout.shape_in_folder(name, whole)):
+            continue
+        raise RequestError(f"{folder}: {key} has the shape {tensors[key].shape} in it, and {name} has {whole} in the model")
+    return keys
+
+
 def _key(applied: AppliedPlan, layout: WeightLayout, name: str, tensors: Any) -> str | None:
-    """Under which name a folder has a tensor: the one that other software gives it, the model's own, or that of a tied parameter."""
-    names = (name, *applied.whole.aliases.get(name, ()))
-    return next((key for key in (*map(layout.rename, names), *names) if key in tensors), None)
+    """Under which name a folder has a tensor: the one that other software gives it, with a head or without, the model's own, or that of a tied
+    parameter."""
+    names = _names(applied, name)
+    renamed = [layout.rename(name) for name in names]
+    headless = [key.partition(".")[2] for key in renamed if key.startswith(layout.base)]
+    return next((key for key in (*renamed, *headless, *names) if key in tensors), None)
+
+
+def _names(applied: AppliedPlan, name: str) -> tuple[str, ...]:
+    return name, *applied.whole.aliases.get(name, ())

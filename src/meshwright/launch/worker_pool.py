@@ -28,9 +28,10 @@ class RankFailure(MeshwrightError):
     """A call failed. `fault` is the root cause, not the lost connection of another rank."""
 
     def __init__(self, fault: Fault) -> None:
-        super().__init__(f"rank {fault.rank} failed: {fault.kind}: {fault.message}" if fault.rank >= 0 else fault.message)
+        is_request = fault.kind == RequestError.__name__
+        super().__init__(fault.message if is_request or fault.rank < 0 else f"rank {fault.rank} failed: {fault.kind}: {fault.message}")
         self.fault = fault
-        if fault.kind == "RequestError":
+        if is_request:
             self.exit_code = RequestError.exit_code
 
 

@@ -14,7 +14,6 @@ from meshwright.core.task import Task
 from meshwright.describe.deferred_init import DeferralError, defer_init
 from meshwright.execute.birth import Birth, lacking_weights
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.resume import weights_folder
 from meshwright.zoo.weight_layouts import converts_weights
 
 _MANY = 3_000_000_000  # values that take a minute to draw: a core draws some 50 million a second
@@ -30,7 +29,7 @@ def born_in_pieces(job: RunConfig, task: Task, plan: Plan) -> tuple[nn.Module | 
     if job.resume is not None:
         return deferred.model, Birth(deferred.values, is_restored=True), ""
     if not task.weights or job.init_from is not None:
-        folder = weights_folder(Path(job.init_from)) if job.init_from is not None else None
+        folder = Path(job.init_from) if job.init_from is not None else None
         return deferred.model, Birth(deferred.values, folder), ""
     folder = Path(task.weights)
     if converts_weights(deferred.model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from meshwright.checkpoint.weights_folder import write_weights
 from meshwright.core.box import whole_box
 from meshwright.core.errors import RequestError
 from meshwright.describe.fake_tensors import cached_fake_model
-from meshwright.execute.load_state import StoredTensors
 from meshwright.execute.state_dtypes import DTYPES, NAMES, as_bytes, chunks_of
 from meshwright.execute.state_pieces import BUFFER, OPTIMIZER, PARAMETER
+from meshwright.execute.stored_tensors import StoredTensors
 from meshwright.zoo.weight_layouts import WeightLayout, weight_layout
 
 FORMATS = ("hf", "torch", "dcp")
@@ -36,7 +37,9 @@ def export_checkpoint(source: Path, manifest: Manifest, folder: Path, to: str) -
     if to == "torch":
         torch.save(state, folder / "state.pt")
     else:
-        save(state, checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are no ranks
+            save(state, checkpoint_id=folder, no_dist=True)
 
 
 def _export_weights(stored: StoredTensors, manifest: Manifest, folder: Path) -> None:
@@ -50,7 +53,7 @@ def _export_weights(stored: StoredTensors, manifest: Manifest, folder: Path) -> 
     specs = []
     for key in keys:
         record = manifest.tensors[key]
-        specs.append(TensorSpec(layout.rename(_name(key)), record.dtype, record.shape[::-1] if layout.transposed(_name(key)) else record.shape))
+        specs.append(TensorSpec(layout.rename(_name(key)), record.dtype, layout.shape_in_folder(_name(key), record.shape)))
     write_weights(folder, specs, ((as_bytes(part) for part in chunks_of(tensor)) for tensor in tensors()), extras=layout.write_extras)
 
 

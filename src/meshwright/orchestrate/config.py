@@ -99,7 +99,7 @@ class RunConfig(BaseModel):
     log_interval: int = Field(0, ge=0, le=_MAX_STEPS, description="print one line every so many steps; 0: the live view instead")
     verify: bool = Field(True, description="compare a plan that is new for the model with one device before step 1; off: trust it")
     on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is NaN or infinite: end the run, or go on")
-    digest: bool = Field(False, description="at the end, gather the whole state and put its hash into result.json; slow for large models")
+    digest: bool = Field(False, description="at the end, put a hash of the whole state into result.json; --json asks for it too")
     profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")
     tensorboard: bool = Field(False, description="also write TensorBoard events into the run's folder")
     prometheus_port: int | None = Field(None, ge=1, le=65535, description="also serve metrics on 127.0.0.1")

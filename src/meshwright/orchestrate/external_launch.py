@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from meshwright.observe import Recorder, RunFolder, check_run_dir
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.mpirun import announce_run_folder, last_step
-from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run, require_fit, say_stopped
+from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, finish_run, say_stopped
 from meshwright.orchestrate.plan_verification import choose_verified
 from meshwright.orchestrate.planning_wait import announce_plan, await_plan, waiting_lines
 from meshwright.orchestrate.rank_entrypoints import make_rank_check, train_rank
+from meshwright.orchestrate.run_inputs import require_fit, run_folder
 from meshwright.orchestrate.verified_run import with_verified_plan
 
 _PLANNING_TIMEOUT_S = 1e9  # MPI_Init waits for rank 0 while it plans: mpirun ends every rank if it dies
@@ -69,15 +70,16 @@ def train_on_launched_ranks(
         join_process_group(rendezvous, store)
     register_backend(backend, config.timeout_s)
     job, plans = _from_rank_zero(message, launched)
-    try:
-        chosen, lines = _choose_verified(job, plans, launched, log_progress)
-        if prepared is not None:
-            prepared = with_verified_plan(prepared, chosen, lines)
-            message = [str(create_run(prepared).path.resolve())]
-    except MeshwrightError as error:
-        message = [error]
-    folder = RunFolder(Path(_from_rank_zero(message, launched)))
-    rank_results = _train(folder, launched, console, config.log_interval)
+    with ExitStack() as inputs:
+        try:
+            chosen, lines = _choose_verified(job, plans, launched, log_progress)
+            if prepared is not None:
+                prepared = with_verified_plan(prepared, chosen, lines)
+                message = [str(inputs.enter_context(run_folder(prepared, log_progress)).path.resolve())]
+        except MeshwrightError as error:
+            message = [error]
+        folder = RunFolder(Path(_from_rank_zero(message, launched)))
+        rank_results = _train(folder, launched, console, config.log_interval)
     if (stopped := rank_results[0]["stopped"]) is not None:
         if prepared is not None:
             say_stopped(folder, stopped, log_progress)

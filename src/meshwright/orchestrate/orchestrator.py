@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError, RunStopped
-from meshwright.core.estimate import Estimate
 from meshwright.core.heterogeneous import with_measured_names
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
@@ -48,51 +47,22 @@ from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
-from meshwright.orchestrate.resume import MODEL_FOLDER, check_resumable, checkpoints_of
+from meshwright.orchestrate.resume import MODEL_FOLDER, with_weights
+from meshwright.orchestrate.run_inputs import PreparedRun, run_folder
 from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
-from meshwright.plan import (
-    Ranking,
-    best_precision,
-    check_precision,
-    check_selective_recompute,
-    explain,
-    find_sample_coupling,
-    plan_penalty,
-    refuse_unused,
-)
-from meshwright.schedule import plan_ledgers
+from meshwright.plan import best_precision, check_precision, check_selective_recompute, explain, find_sample_coupling, refuse_unused
 
 ProgressCallback = Callable[[str], None]
 _STOP_GRACE_S = 300.0  # for a save, after the first signal; a second one ends it
 _MIN_STEPS_TO_LEARN = 3  # timed steps, after the warm-up, below which a run does not correct the calibration
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A planned run that has not been launched: configuration, task, cluster, profile, plan and estimate."""
-
-    config: RunConfig
-    task: Task
-    cluster: Cluster
-    profile: ModelProfile
-    plan: Plan
-    estimate: Estimate
-    why: str
-    ranking: Ranking | None  # None if the plan was given
-    learning_rate: str  # what the run begins with, and why: one line
-
-    @property
-    def alternatives(self) -> list[Plan]:
-        """The plan, then what may run in its place; a plan that was given has no alternative."""
-        return self.ranking.alternatives if self.ranking is not None else [self.plan]
-
-
 class Orchestrator:
     """Drives one run. `log_progress` receives a line for each phase; `environ` is the only environment it reads."""
 
     def __init__(self, config: RunConfig, environ: Mapping[str, str], log_progress: ProgressCallback) -> None:
-        self.config, self.environ, self.log_progress = config, environ, log_progress
+        self.config, self.environ, self.log_progress = with_weights(config), environ, log_progress
         self._fork_server: ForkServer | None = None
         self.launches_ranks = True  # False: ranks run already, so the plan cannot choose their devices
         self._uncorrected_calibration: Calibration | None = None  # as probed, without the corrections from earlier runs
@@ -290,9 +260,10 @@ class Orchestrator:
     def train(self, prepared: PreparedRun, console: Console) -> dict[str, Any]:
         """Launch the plan's ranks, show their progress, write the run folder; returns the result."""
         self._require_local_cluster()
-        folder = create_run(prepared)
         fork_server = self.fork_server(prepared.plan.threads or None)
-        ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, LiveMonitor(folder, console, self.config.log_interval))
+        with run_folder(prepared, self.log_progress) as folder:
+            monitor = LiveMonitor(folder, console, self.config.log_interval)
+            ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor)
         if ranks[0]["stopped"] is not None:
             say_stopped(folder, ranks[0]["stopped"], self.log_progress)
             raise RunStopped(ranks[0]["stopped"]["signal"])
@@ -353,65 +324,11 @@ def say_stopped(folder: RunFolder, stopped: Mapping[str, Any], log_progress: Pro
         with Recorder(folder.path, 0) as recorder:
             recorder.event("stop", stopped["step"], reason=f"stopped by {signal.Signals(stopped['signal']).name}")
         write_report(folder)
-    if stopped["step"] >= 0:
-        log_progress(f"stopped after step {stopped['step']}; to go on: meshwright train --resume {folder.path}")
-
-
-def require_fit(prepared: PreparedRun) -> None:
-    if not prepared.estimate.fits:
-        raise RequestError(prepared.why.replace("\n", " "))
-
-
-def create_run(prepared: PreparedRun) -> RunFolder:
-    """A new run folder with the run's inputs. Raises RequestError if the plan does not fit in memory."""
-    require_fit(prepared)
-    prefix = Path(prepared.task.name.removeprefix("hf:")).name
-    folder = _folder_to_go_on_in(prepared) or create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prefix)
-    try:
-        write_run_inputs(folder.path, prepared)
-    except OSError as error:
-        raise RequestError(f"cannot write {folder.path}: {error.strerror}; free some space, or choose another folder with --run-dir") from None
-    return folder
-
-
-def _folder_to_go_on_in(prepared: PreparedRun) -> RunFolder | None:
-    """The folder of the run that goes on; None for a new run, and for one that goes on from a named checkpoint of another."""
-    if prepared.config.resume is None:
-        return None
-    check_resumable(prepared.config, prepared.plan)
-    root, step = checkpoints_of(Path(prepared.config.resume))
-    folder = RunFolder(root.parent)
-    if folder.status().state == "running":
-        raise RequestError(f"--resume {prepared.config.resume}: the run is still running: stop it first")
-    return folder if step is None else None
-
-
-def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
-    """Write a new run's inputs to its folder: job.json, plan.json, cluster.json, ledger.json and estimate.json."""
-    resolved = {**prepared.config.model_dump(), "global_batch": prepared.plan.global_batch, "precision": prepared.plan.memory.precision}
-    write_json(path / "job.json", resolved)
-    prepared.plan.save(path / "plan.json")
-    write_json(path / "cluster.json", prepared.cluster)
-    clip = prepared.config.clip > 0 or prepared.plan.memory.precision == "fp16"  # fp16 checks the gradient norm for overflow
-    write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=clip, broadcasts=False))
-    why = f"{prepared.why}\n{prepared.learning_rate}"
-    write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": why, "ranking": ranking_rows(prepared.ranking)})
-
-
-def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, Any]]:
-    if ranking is None:
-        return []
-    return [
-        {
-            "summary": s.plan.summary(),
-            "step_s": s.estimate.step_s,
-            "memory_bytes": max(s.estimate.memory_bytes),
-            "fits": s.estimate.fits,
-            "reason": s.estimate.reason,
-            "penalty": plan_penalty(s.plan, ranking.cluster) - 1.0,
-        }
-        for s in ranking.scored[:max_rows]
-    ]
+    step, saved, go_on = stopped["step"], stopped["saved"], f"meshwright train --resume {folder.path}"
+    if saved == step:
+        log_progress(f"stopped after step {step}; to go on: {go_on}")
+    else:
+        log_progress(f"stopped after step {step}, which was not saved{f'; to go on from step {saved}: {go_on}' if saved is not None else ''}")
 
 
 def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict[str, Any]], phases: PhaseClock) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshwright import data
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.calibration import Rates
 from meshwright.core.errors import NonFiniteLossError, RequestError
@@ -31,11 +32,11 @@ from meshwright.describe.collective_probe import measure_in_turns
 from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
 from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal
 from meshwright.execute.birth import Birth, check_replicas
-from meshwright.execute.full_state import state_digest
 from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.rank_device import setup_device
 from meshwright.execute.session import Session
 from meshwright.execute.session_state import restore_session
+from meshwright.execute.state_digest import state_digest
 from meshwright.execute.step_profiler import profile_step
 from meshwright.execute.verify import verify
 from meshwright.execute.weights import LoadedWeights, export_weights, load_weights
@@ -47,8 +48,9 @@ from meshwright.orchestrate.job import load_dataset, load_task, with_verified_sa
 from meshwright.orchestrate.lr_schedule import learning_rate
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
-from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names, weights_folder
+from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names
 from meshwright.orchestrate.run_checkpoints import RunCheckpoints
+from meshwright.orchestrate.script_state import finish_saves
 from meshwright.orchestrate.step_log import StepLog, StepRecord
 from meshwright.schedule import LedgerLine, ledger_differences
 
@@ -148,7 +150,7 @@ class _TrainingLoop:
     def run(self, folder: Path) -> dict[str, Any]:
         session = self._make_session()
         self._compare_ledger(session, folder, "start-up")
-        self.birth.check_replicas(session.applied) if self.birth is not None else check_replicas(session.applied)
+        self._fill(session)
         train, validation = self._make_loaders()
         checkpoints = RunCheckpoints(self.job, session, self.recorder, folder, self.estimate.step_s, train.state_dict)
         self.phases.mark("build")
@@ -180,7 +182,7 @@ class _TrainingLoop:
             "memory_bytes": memory,
             "state_digest": digest,
             "exposed": exposed,
-            "stopped": {"signal": checkpoints.stop.signal, "step": checkpoints.saved_step} if checkpoints.stop.signal else None,
+            "stopped": checkpoints.stopped(),
             "checkpoint": checkpoints.newest(),
             "seconds": seconds,
             "phases": self.phases.seconds,
@@ -223,11 +225,14 @@ class _TrainingLoop:
     def _load_state(self, session: Session, train: data.Loader, checkpoints: RunCheckpoints) -> None:
         """Go on from a checkpoint, or begin with the weights of a folder, if the run is to."""
         if self.job.init_from is not None and self.birth is None:
-            self._say_loaded(load_weights(session.applied, weights_folder(Path(self.job.init_from))))
+            self._say_loaded(load_weights(session.applied, Path(self.job.init_from)))
         if self.job.resume is not None:
             root, step = checkpoints_of(Path(self.job.resume))
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in session.optimizer.param_groups]
             manifest, problems = restore_session(session, root, step)
-            train.load_state_dict(manifest.state["data"])
+            for group, settings in zip(session.optimizer.param_groups, groups, strict=True):
+                group.update(settings)  # as the request has them: they may have been given anew
+            self._load_position(train, manifest)
             checkpoints.resumed_from(manifest)
             self.recorder.event("resumed", manifest.step, world=manifest.world, problems=problems)
             for line in problems if self.rank == 0 else ():
@@ -236,6 +241,15 @@ class _TrainingLoop:
             self.phases.mark("load")
         self.first_step = session.steps_done
         train.steps = max(self.job.steps - self.first_step, 0)
+
+    def _load_position(self, train: data.Loader, manifest: Manifest) -> None:
+        try:
+            train.load_state_dict(manifest.state["data"])
+        except RequestError as error:
+            if not self.job.allow_changes:
+                raise
+            if self.rank == 0:
+                print(f"meshwright: {str(error).rpartition(':')[0]}; the data begin anew, as allow_changes asks", file=sys.stderr)
 
     def _say_loaded(self, loaded: LoadedWeights) -> None:
         self.recorder.event("weights", **vars(loaded))
@@ -274,13 +288,19 @@ class _TrainingLoop:
         self.recorder.event("born", sharded=self.birth is not None, reason=reason)
         if self.rank == 0 and (line := describe_birth(self.birth, reason, self.plan, session.applied.whole.shapes)):
             print(f"meshwright: {line}", file=sys.stderr, flush=True)
-        if self.birth is not None:
-            self.birth.fill(session.applied)
-            if self.birth.loaded is not None:
-                self._say_loaded(self.birth.loaded)
-            if self.birth.values is not None and self.birth.values.rng_state is not None:
-                torch.set_rng_state(self.birth.values.rng_state)  # as after an ordinary construction
         return session
+
+    def _fill(self, session: Session) -> None:
+        """Give the model its initial values, where it has none, and compare those that several ranks hold."""
+        if self.birth is None:
+            check_replicas(session.applied)
+            return
+        self.birth.fill(session.applied)
+        if self.birth.loaded is not None:
+            self._say_loaded(self.birth.loaded)
+        if self.birth.values is not None and self.birth.values.rng_state is not None:
+            torch.set_rng_state(self.birth.values.rng_state)  # as after an ordinary construction
+        self.birth.check_replicas(session.applied)
 
     def _make_loaders(self) -> tuple[data.Loader, _MakeBatches]:
         first, count = self.plan.sample_range(self.plan.mesh.data_rank(self.rank))
@@ -436,6 +456,7 @@ def run_script(rank: int, world: int, init_method: str, script: str, arguments: 
         if error.code not in (None, 0):
             raise RequestError(f"{script} exited with {error.code}") from None
     finally:
+        finish_saves()
         leave_process_group()
         os.environ.clear()
         os.environ.update(before)  # a worker may be reused, and must not see the environment of this rank

@@ -12,12 +12,14 @@ from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import show_json
 from meshwright.describe.discover import discover
-from meshwright.observe import RunFolder
+from meshwright.observe import RunFolder, find_run_folder
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.knobs import KNOBS
 
 MODEL_FOLDER = "model"
 _SAMPLED_BY = ("model", "data", "seq", "seed", "global_batch", "optimizer")  # settings that decide which samples a step has, and what it does
+
+_OF_MESH = ("mesh", "order", "placements", "zero", "schedule", "micro_batches", "sequence", "spatial")  # settings that make sense for one mesh
 
 
 def checkpoints_of(path: Path) -> tuple[Path, int | None]:
@@ -32,11 +34,34 @@ def checkpoints_of(path: Path) -> tuple[Path, int | None]:
 
 
 def weights_folder(path: Path, option: str = "--init-from ") -> Path:
-    """The folder of safetensors files that a path means: itself, or a run's model."""
+    """The folder that has the weights which a path means: itself, with safetensors files; a run's model, or its newest checkpoint."""
     for folder in (path / MODEL_FOLDER, path):
         if any(folder.glob("*.safetensors")):
             return folder
-    raise RequestError(f"{option}{path}: there are no weights in it: give a run that has {MODEL_FOLDER}/, or a folder with *.safetensors files")
+    for root in (path, path / FOLDER_NAME):
+        if steps := saved_steps(root):
+            return step_folder(root, steps[-1])
+    if (path / ".metadata").exists() or path.is_file():
+        hint = f"it is of another format, which `meshwright checkpoints import {path} FOLDER` converts"
+    else:
+        hint = f"there are no weights in it: give a run that has {MODEL_FOLDER}/ or a checkpoint, or a folder with *.safetensors files"
+    raise RequestError(f"{option}{path}: {hint if path.exists() else 'there is no such folder'}")
+
+
+def named_folder(name: str, run_dir: Path) -> Path:
+    """What a user means by the name of a run or by a path: a path has a slash in it, or is a folder here that is no run's name."""
+    path = Path(name)
+    if "/" in name or (path.is_dir() and not (run_dir / name).is_dir()):
+        return path
+    return find_run_folder(name, run_dir).path
+
+
+def with_weights(config: RunConfig) -> RunConfig:
+    """The configuration with the folder of weights that `init_from` means."""
+    if config.init_from is None:
+        return config
+    folder = weights_folder(named_folder(config.init_from, Path(config.run_dir)))
+    return config.model_copy(update={"init_from": str(folder.resolve())})
 
 
 def describe_names(folder: str, missing: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -58,10 +83,14 @@ def resumed_config(path: Path, given: Mapping[str, Any], environ: Mapping[str, s
     if changed and not given.get("allow_changes"):
         raise _changed_error(str(path), changed[0], job.get(changed[0]), given[changed[0]])
     known = {key: value for key, value in job.items() if key in RunConfig.model_fields}
+    if given.keys() & {"mesh", "nproc"}:  # what was chosen for the mesh that the run had may not be possible under another
+        known = {key: value for key, value in known.items() if key not in (*_OF_MESH, "nproc")}
     if known.get("plan") == str(home.path / "plan.json"):  # it went on before
         known["plan"] = "auto"
     branch = {"name": None} if step is not None else {}
     config = RunConfig(**{**known, "init_from": None, **branch, **given, "resume": str(path)})
+    if config.epochs is None and (manifest := _newest_manifest(root, step)) is not None:
+        _check_steps_left(config, manifest)
     plan, cluster = home.plan(), home.cluster()
     if changed or given.keys() & {knob.key for knob in KNOBS} or given.get("plan") or config.plan != "auto":
         return config, "planning again, as the request asks"
@@ -69,7 +98,7 @@ def resumed_config(path: Path, given: Mapping[str, Any], environ: Mapping[str, s
     was = [device.kind for device in cluster.devices] if cluster is not None else []
     if plan is not None and was == [device.kind for device in devices]:
         return config.model_copy(update={"plan": str(home.path / "plan.json")}), f"the run's own plan: {plan.summary()}"
-    free = config.model_copy(update={"mesh": None, "order": None, "placements": {}})
+    free = config.model_copy(update={key: RunConfig.model_fields[key].get_default(call_default_factory=True) for key in _OF_MESH})
     return free, f"planning again: the run had {len(was)} × {''.join(sorted(set(was)))}, and there are {len(devices)} × {devices[0].kind}"
 
 
@@ -81,12 +110,16 @@ def check_resumable(config: RunConfig, plan: Plan) -> None:
     manifest = _newest_manifest(root, step)
     if manifest is None:
         return
-    if manifest.step >= config.steps:
-        raise RequestError(f"--resume {config.resume}: it has done {manifest.step} of {config.steps} steps: give more with --steps")
+    _check_steps_left(config, manifest)
     now = {**config.model_dump(mode="json"), "global_batch": plan.global_batch}
     for key in _SAMPLED_BY if not config.allow_changes else ():
         if manifest.state["config"].get(key) != now.get(key):
             raise _changed_error(config.resume, key, manifest.state["config"].get(key), now.get(key))
+
+
+def _check_steps_left(config: RunConfig, manifest: Manifest) -> None:
+    if manifest.step >= config.steps:
+        raise RequestError(f"--resume {config.resume}: it has done {manifest.step} of {config.steps} steps: give more with --steps")
 
 
 def _changed_error(run: str, key: str, before: Any, now: Any) -> RequestError:

@@ -73,7 +73,8 @@ class RunCheckpoints:
         self._clock = (time.monotonic(), session.steps_done)
         self._stall_s = self._write_s = 0.0
         self.best: dict[str, float] | None = None  # step and validation loss
-        self.saved_step = -1
+        self.saved_step = -1  # the last that was begun to be saved, on every rank the same
+        self._lost_step = -1  # the last that could not be saved, as far as this rank knows
         self._saver = CheckpointSaver(session.applied, self.root, versions.installed(), self._steps_to_remove)
 
     @property
@@ -133,6 +134,14 @@ class RunCheckpoints:
         self._saver.wait()
         self._report()
 
+    def stopped(self) -> dict[str, Any] | None:
+        """The signal that ended the run, the step, and the step of the newest checkpoint; None if it was not told to stop."""
+        if not self.stop.signal:
+            return None
+        newest = self.newest()
+        saved = self.saved_step if self.saved_step != self._lost_step else newest["step"] if newest else None
+        return {"signal": self.stop.signal, "step": self.session.steps_done, "saved": saved}
+
     def _is_stop_requested(self) -> bool:
         flag = torch.tensor([self.stop.signal], device=self.session.plan.device)
         self._world.sync.all_reduce(flag, "state/stop", "max").wait()
@@ -174,5 +183,7 @@ class RunCheckpoints:
         for report in self._saver.take_reports():
             self._stall_s, self._write_s = report.stalled_s or self._stall_s, report.seconds
             self.recorder.event("checkpoint", report.step, **{k: v for k, v in vars(report).items() if k != "step"})
+            if report.error:
+                self._lost_step = report.step
             if report.error and self.recorder.rank == 0:
                 print(f"meshwright: {report.error}; training goes on", file=sys.stderr, flush=True)

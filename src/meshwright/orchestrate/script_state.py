@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ from meshwright.execute.save_state import CheckpointSaver
 from meshwright.execute.session import Session
 from meshwright.execute.session_state import describe_session, from_plain, restore_session
 
-_KEPT = 2
+_savers: weakref.WeakSet[CheckpointSaver] = weakref.WeakSet()  # of this process
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,23 @@ class ScriptState:
         saver = self._savers.get(folder)
         if saver is None:
             saver = self._savers[folder] = CheckpointSaver(self.session.applied, folder, installed(), lambda steps: steps_to_remove(steps, keep))
+            _savers.add(saver)
         run = {
             "loaders": [loader.state_dict() for loader in self.loaders],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [scaler.state_dict() for scaler in self.scalers],
             "extra": extra,
         }
-        step = self.steps_done
+        step, applied = self.steps_done, self.session.applied
         saver.save(describe_session(self.session, run, step), wait=wait)
-        for report in saver.take_reports():
-            if report.error:
-                raise RequestError(report.error)
+        errors = [report.error for report in saver.take_reports() if report.error]
+        if wait:  # the first rank has made the whole visible, or knows why not
+            errors = broadcast_data(applied.groups.world, errors, applied.plan.device, "state/saved")
+        for error in errors:
+            if wait:
+                raise RequestError(error)
+            if applied.groups.rank == 0:
+                print(f"meshwright: {error}; training goes on", file=sys.stderr, flush=True)
         return folder / str(step)
 
     def resume(self, folder: Path) -> Resumed | None:
@@ -80,6 +89,16 @@ class ScriptState:
         for line in problems if applied.groups.rank == 0 else ():
             print(f"meshwright: {line}; the checkpoint of step {manifest.step} is used")
         return Resumed(manifest.step, self.loaders[0].passes_done if self.loaders else 0, state["extra"])
+
+
+@atexit.register
+def finish_saves() -> None:
+    """Wait for saves that are being written: a script may end right after it has begun one."""
+    for saver in list(_savers):
+        saver.wait()
+        for report in saver.take_reports():
+            if report.error and saver.applied.groups.rank == 0:
+                print(f"meshwright: {report.error}", file=sys.stderr, flush=True)
 
 
 def as_mapping(state: Any, what: str) -> Mapping[str, Any]:

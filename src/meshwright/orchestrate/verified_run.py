@@ -12,8 +12,9 @@ from meshwright.core.verification import Verification
 from meshwright.describe.fake_tensors import cached_fake_model
 from meshwright.execute.verify_cache import fingerprint, load_verification, save_verification
 from meshwright.launch import RankFailure, WorkerPool
-from meshwright.orchestrate.orchestrator import Orchestrator, PreparedRun
+from meshwright.orchestrate.orchestrator import Orchestrator
 from meshwright.orchestrate.plan_verification import add_lines, choose_verified
+from meshwright.orchestrate.run_inputs import PreparedRun
 
 
 def verify_run(orchestrator: Orchestrator, prepared: PreparedRun) -> PreparedRun:

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshwright.checkpoint.manifest import read_manifest
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Task
 from meshwright.describe.deferred_init import DeferralError, defer_init
 from meshwright.execute.apply import AppliedPlan, apply
 from meshwright.execute.birth import Birth
-from meshwright.execute.load_state import load_tensors
+from meshwright.execute.load_state import load_tensors, read_whole
 from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.quantized_weights import prepare_layers, quantize_layers
 from meshwright.serve.model_source import ModelSource
@@ -66,7 +65,10 @@ def load_model(source: ModelSource, task: Task, plan: Plan, device: torch.device
         )
     if source.checkpoint:
         path = Path(source.checkpoint)
-        load_tensors(applied, path, read_manifest(path), optimizer=False)
+        manifest, wrong = read_whole(applied, path)
+        if manifest is None:
+            raise RequestError(wrong[0])
+        load_tensors(applied, path, manifest, optimizer=False)
     return LoadedModel(model, applied, device, _vocabulary(model, task), note, layers)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from meshwright.core.box import Box, Shape, whole_box
 from meshwright.core.serialization import write_json
+from meshwright.core.tensor_layout import Segment, TensorLayout
 from meshwright.zoo.gpt import GPT, GPTConfig
 from meshwright.zoo.llama import Llama, LlamaConfig
 
@@ -27,21 +30,38 @@ _TOKENIZER_FILES = (
 )
 
 
-def _unchanged(name: str, tensor: Tensor) -> Tensor:
-    return tensor
+def _in_order(name: str, shape: Shape) -> TensorLayout:
+    return TensorLayout.uncut(shape)
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The folder's name of each of the model's tensors, and what it does to them. The default is the model's own names and tensors."""
+    """The folder's name of each of the model's tensors, and where their elements are in it. The default is the model's own names and order."""
 
     rename: Callable[[str], str] = lambda name: name
-    to_folder: Callable[[str, Tensor], Tensor] = _unchanged
-    from_folder: Callable[[str, Tensor], Tensor] = _unchanged
-    transposed: Callable[[str], bool] = lambda name: False  # whether `to_folder` exchanges the dims of this tensor
+    place: Callable[[str, Shape], TensorLayout] = _in_order  # of the model's tensor in one that has the folder's order
+    transposed: Callable[[str], bool] = lambda name: False  # whether the folder then exchanges the two dims
+    base: tuple[str, ...] = ()  # prefixes that names have not in a folder of the model without its head
     config: Mapping[str, Any] | None = None
     source: Path | None = None  # a folder with a tokenizer
     write: Callable[[Path], None] = field(default=lambda folder: None)
+
+    def shape_in_folder(self, name: str, shape: Shape) -> Shape:
+        return shape[::-1] if self.transposed(name) else shape
+
+    def boxes_in_folder(self, name: str, shape: Shape, box: Box) -> Iterator[tuple[Box, Box]]:
+        """The parts of a box of the model's tensor that are boxes of the folder's: (in the model's, in the folder's)."""
+        for inside, outside in self.place(name, shape).boxes(box):
+            yield inside, Box(outside.start[::-1], outside.size[::-1]) if self.transposed(name) else outside
+
+    def to_folder(self, name: str, tensor: Tensor) -> Tensor:
+        """The folder's tensor."""
+        place = self.place(name, tuple(tensor.shape))
+        if place != TensorLayout.uncut(place.shape):
+            source, tensor = tensor, torch.empty_like(tensor)
+            for inside, outside in place.boxes(whole_box(place.shape)):
+                tensor[outside.slices()] = source[inside.slices()]
+        return tensor.t().contiguous() if self.transposed(name) else tensor
 
     def write_extras(self, folder: Path) -> None:
         """Write the configuration, and copy the tokenizer, so that `from_pretrained` finds them."""
@@ -115,22 +135,19 @@ def _gpt_layout(config: GPTConfig) -> WeightLayout:
     def is_linear(name: str) -> bool:
         return re.fullmatch(r"blocks\.\d+\.(attention\.(qkv|output)|mlp\.(up|down))\.weight", name) is not None
 
-    def to_folder(name: str, tensor: Tensor) -> Tensor:
-        if ".attention.qkv." in name:
-            tensor = tensor.view(config.heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
-        return tensor.t().contiguous() if is_linear(name) else tensor
-
-    def from_folder(name: str, tensor: Tensor) -> Tensor:
-        tensor = tensor.t() if is_linear(name) else tensor
-        if ".attention.qkv." in name:
-            tensor = tensor.reshape(3, config.heads, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
-        return tensor
+    def place(name: str, shape: Shape) -> TensorLayout:
+        uncut = TensorLayout.uncut(shape)
+        if ".attention.qkv." not in name:
+            return uncut
+        size = shape[0] // (3 * config.heads)
+        rows = [Segment((3 * head + part) * size, (part * config.heads + head) * size, size) for head in range(config.heads) for part in range(3)]
+        return TensorLayout(shape, (tuple(rows), *uncut.segments[1:]))
 
     sizes = {"n_embd": config.width, "n_layer": config.layers, "n_head": config.heads, "n_positions": config.context, "vocab_size": config.vocab}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout) | {"attn_pdrop": 0.0}
     ends = {"bos_token_id": config.vocab - 1, "eos_token_id": config.vocab - 1}
     described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", **sizes, **dropout, **ends}
-    return WeightLayout(lambda name: _renamed(name, _GPT_NAMES), to_folder, from_folder, is_linear, described)
+    return WeightLayout(lambda name: _renamed(name, _GPT_NAMES), place, is_linear, ("transformer.",), described)
 
 
 def _llama_layout(config: LlamaConfig) -> WeightLayout:
@@ -145,4 +162,4 @@ def _llama_layout(config: LlamaConfig) -> WeightLayout:
         "tie_word_embeddings": config.tied_embeddings, "rope_theta": config.rope_theta, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
-    return WeightLayout(lambda name: _renamed(name, _LLAMA_NAMES), config=described)
+    return WeightLayout(lambda name: _renamed(name, _LLAMA_NAMES), base=("model.",), config=described)
