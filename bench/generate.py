@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ LLAMA_1B5 = {
     "vocab_size": 128256, "max_position_embeddings": 4096, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 Prompts = list[list[int]]
+_STARTED = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,14 @@ def plain_engines(folder: str, device: str) -> Iterator[Engine]:
 @contextmanager
 def our_engine(name: str, folder: str, context: int, batch: int, **settings: Any) -> Iterator[Engine]:
     config = load_serve_config({"model": folder, "context": context, "batch": batch, "chat": False, **settings})
-    prepared = generation.prepare_model(config, Path("runs"), os.environ)
-    with generation.open_replica(prepared, os.environ) as replica:
+    prepared = generation.prepare_model(config, Path("runs"), os.environ, tell)
+    with generation.open_replica(prepared, os.environ, tell) as replica:
         yield Engine(name, lambda prompts, count: run_requests(replica, prompts, count))
+
+
+def tell(line: str) -> None:
+    """Progress, with the time since the start."""
+    print(f"[{time.process_time():.0f} CPU s, {time.perf_counter() - _STARTED:.0f} s] {line}", file=sys.stderr, flush=True)
 
 
 def run_requests(replica: ReplicaClient, prompts: Prompts, count: int) -> Prompts:
@@ -123,6 +130,7 @@ def measure(engines: list[Engine], batch: int, prompt: int, answer: int, rounds:
             one, _ = timed(engine, first, 1)
             all_tokens, answers = timed(engine, prompts, answer)
             reference = reference or answers
+            tell(f"{engine.name}, batch {batch}: {all_tokens:.2f} s for answers, {one:.2f} s for first tokens")
             if turn:  # the first round warms up
                 times[engine.name].append((one, all_tokens))
                 pairs = [a == b for x, y in zip(answers, reference, strict=True) for a, b in zip(x, y, strict=True)]

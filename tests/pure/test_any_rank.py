@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, note, reject, settings
 from hypothesis import strategies as st
+from tests.procs.axis_plans import NAMES, cases
 from tests.procs.jobs import build, global_batch, ledger_of, make_optimizer
 from tests.procs.plan_cases import DTYPES, counted, listed, model_of, spread
-from tests.procs.test_axes import NAMES, cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.core.errors import RequestError

@@ -89,20 +89,20 @@ class PackedDecoder:
 
     def use_graphs(self, most_rows: int, context: int) -> str:
         """From now on, run steps of single tokens for up to so many sequences in fixed shapes, repeated without the host where that is possible.
-        Memory is allocated before. Returns why the model is not compiled, if it should be and cannot."""
-        spare, problem = self.memory.num_pages, ""
-        self._graphs = DecodeGraphs(self._run, self.memory, choose_attention(self.memory.device), most_rows, context, spare)
-        self.most_repeats = _MOST_REPEATS
-        try:
-            self._graphs.capture_all()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of the compiler, which is another program
-            if self._compiled is None:
+        Memory is allocated before. Returns why the model is not compiled or its steps are not captured, if they should be and cannot."""
+        problems = []
+        for attempt in ("compiled", "captured") if self._compiled is not None else ("captured",):
+            self._graphs = DecodeGraphs(self._run, self.memory, choose_attention(self.memory.device), most_rows, context, self.memory.num_pages)
+            self.most_repeats = _MOST_REPEATS
+            try:
+                self._graphs.capture_all()
+                break
+            except torch.OutOfMemoryError:
                 raise
-            problem, self._compiled = f"not compiled: {' '.join(str(error).split())[:200]}", None
-            self._graphs.capture_all()
-        return problem
+            except Exception as error:  # of the compiler, or of operations that no graph can hold
+                problems.append(f"not {attempt}: {' '.join(str(error).split())[:200]}")
+                self._graphs, self.most_repeats, self._compiled = None, 1, None
+        return "; ".join(problems)
 
     def forward(self, step: Step) -> Tensor:
         if not step.chunks:

@@ -97,8 +97,9 @@ def make_replica(source: ModelSource, plan: Plan, *, say: Callable[[str], None] 
     notes = [loaded.note]
     if device.type == "cuda" and plan.world == 1 and isinstance(chosen.decoder, PackedDecoder):
         with torch.inference_mode():
-            notes.append(chosen.decoder.use_graphs(limits.max_sequences, limits.context))
-        say(f"steps of next tokens are CUDA graphs after {time.perf_counter() - started:.1f} s")
+            problem = chosen.decoder.use_graphs(limits.max_sequences, limits.context)
+        notes.append(problem)
+        say(f"{problem or 'steps of next tokens are captured as CUDA graphs'} after {time.perf_counter() - started:.1f} s")
     return Replica(
         loaded, chosen, replace(policy, kv_pages=pages), limits, pool, time.perf_counter() - started, draft, "; ".join(filter(None, notes))
     )
