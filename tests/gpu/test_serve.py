@@ -11,13 +11,16 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.execute.apply import apply
 from meshwright.execute.quantized_weights import prepare_layers, quantize_layers
-from meshwright.serve.decode_batch import choose_attention, gathered_attention
+from meshwright.serve.decode_batch import choose_kernels, copy_tokens, gathered_attention
 from meshwright.serve.decoder_check import choose_decoder
 from meshwright.serve.decoders import PackedDecoder
 from meshwright.serve.engine import Engine
+from meshwright.serve.kv_memory import KVMemory
+from meshwright.serve.packed_attention import AttentionOptions, PackedBatch
 from meshwright.serve.page_pool import PagePool
 from meshwright.serve.requests import SamplingParams
 from meshwright.serve.scheduler import Limits, Scheduler
+from meshwright.serve.steps import Chunk
 from tests import serve_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -39,8 +42,36 @@ def test_kernels_attend_as_torch_does(shape: Any, dtype: torch.dtype) -> None:
     pages = torch.randperm(rows * pages_each, device="cuda").view(rows, pages_each).int()
     slots = rows * pages_each * size
     inputs = make(rows, heads, width), make(slots, kv_heads, width), make(slots, kv_heads, value_width), pages, lengths, size, width**-0.5
-    found, expected = (attend(*inputs, window, softcap) for attend in (choose_attention(torch.device("cuda")), gathered_attention))
+    found, expected = (attend(*inputs, window, softcap) for attend in (choose_kernels(torch.device("cuda")).attend, gathered_attention))
     torch.testing.assert_close(found, expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_kernels_write_as_torch_does(shape: Any) -> None:
+    rows, _, kv_heads, width, value_width, *_ = shape
+    key, value = (torch.randn(kv_heads, rows, size, device="cuda").transpose(0, 1) for size in (width, value_width))
+    slots = torch.randperm(4 * rows, device="cuda")[:rows]
+    found, expected = ([torch.zeros(4 * rows, kv_heads, size, device="cuda") for size in (width, value_width)] for _ in range(2))
+    choose_kernels(torch.device("cuda")).write(key, value, *found, slots)
+    copy_tokens(key, value, *expected, slots)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("kv_heads", "window", "scale"), [(2, 0, None), (4, 5, 0.3)])
+def test_prompts_that_begin_attend_at_once_as_one_by_one(kv_heads: int, window: int, scale: float | None) -> None:
+    memory = KVMemory(4, torch.device("cuda"))
+    heads, width, lengths = 4, 16, (7, 1, 12)
+    memory.record(0, *(torch.empty(kv_heads, 1, width, dtype=torch.bfloat16) for _ in range(2)))
+    memory.allocate(16)
+    chunks = [Chunk(i, 0, tuple(range(n)), tuple(range(4 * i, 4 * i + 3))) for i, n in enumerate(lengths)]
+    sizes = (heads, kv_heads, kv_heads)
+    rows = [torch.randn(n, sum(lengths), width, device="cuda", dtype=torch.bfloat16) for n in sizes]
+    batch = PackedBatch(chunks, memory)
+    assert batch._starts is not None
+    found = batch.attend(0, *rows, AttentionOptions(scale, window))
+    batch._starts = None
+    expected = batch.attend(0, *rows, AttentionOptions(scale, window))
+    torch.testing.assert_close(found, expected.view_as(found), atol=2e-2, rtol=2e-2)
 
 
 UNCAPTURED = ("mixtral",)  # torch multiplies its experts with products that read sizes on the host, unless they are in bfloat16

@@ -173,7 +173,7 @@ class _RankMemory:
 
 def _rank_memory(plan: Plan, model: InferenceModel, load: InferenceLoad, rates: Rates, pp_rank: int) -> _RankMemory:
     local = local_profile(plan, model.prompt.at_batch(1), 0, pp_rank)
-    tokens = min(STEP_TOKENS[plan.device], load.context)
+    tokens = min(STEP_TOKENS[plan.device], load.context * plan.serve.sequences)
     live = max((layer.activation_bytes + layer.output_bytes for layer in local.layers if layer.name != LOSS_LAYER), default=0.0)
     token_bytes = kv_token_bytes(plan, model, pp_rank)
     pages = plan.serve.sequences * -(-load.context // plan.serve.page_tokens)

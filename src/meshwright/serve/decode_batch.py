@@ -13,7 +13,16 @@ from torch import Tensor
 from meshwright.serve.kv_memory import KVMemory
 from meshwright.serve.packed_attention import AttentionOptions
 
+WriteTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 PagedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int, float], Tensor]
+
+
+@dataclass(frozen=True)
+class PageKernels:
+    """What a device does with pages: write the new tokens' keys and values, and attend to all of them."""
+
+    write: WriteTokens
+    attend: PagedAttention
 
 
 @dataclass
@@ -24,30 +33,42 @@ class DecodeBatch:
     tokens: Tensor  # (1, rows)
     positions: Tensor  # (1, rows)
     pages: Tensor  # int32
-    attention: PagedAttention
+    kernels: PageKernels
+    slots: Tensor | None = None  # where this step's keys and values go
+    lengths: Tensor | None = None  # of the sequences with this step's tokens
 
     @property
     def logit_rows(self) -> Tensor:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device)
 
+    def locate(self) -> None:
+        """Find the tokens' places in memory, once for all layers of a step."""
+        size, positions = self.memory.page_tokens, self.positions[0]
+        self.slots = self.pages.gather(1, (positions // size).unsqueeze(1)).squeeze(1).long() * size + positions % size
+        self.lengths = (positions + 1).int()
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of all tokens: query (heads, rows, width); returns (rows, heads, value width)."""
-        size, positions = self.memory.page_tokens, self.positions[0]
+        assert self.slots is not None and self.lengths is not None
         keys, values = self.memory.layer(layer)
-        slots = self.pages.gather(1, (positions // size).unsqueeze(1)).squeeze(1).long() * size + positions % size
-        keys.index_copy_(0, slots, key.transpose(0, 1))
-        values.index_copy_(0, slots, value.transpose(0, 1))
+        self.kernels.write(key.transpose(0, 1), value.transpose(0, 1), keys, values, self.slots)
         scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-        lengths = (positions + 1).int()
-        rows = query.transpose(0, 1).contiguous()
-        return self.attention(rows, keys, values, self.pages, lengths, size, scale, options.window, options.softcap)
+        rows, size = query.transpose(0, 1), self.memory.page_tokens
+        return self.kernels.attend(rows, keys, values, self.pages, self.lengths, size, scale, options.window, options.softcap)
 
 
-def choose_attention(device: torch.device) -> PagedAttention:
+def choose_kernels(device: torch.device) -> PageKernels:
     """Triton's kernels where there is a GPU and Triton, else operations of torch."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return importlib.import_module("meshwright.serve.paged_kernels").paged_attention  # type: ignore[no-any-return]
-    return gathered_attention
+        paged_kernels = importlib.import_module("meshwright.serve.paged_kernels")
+        return PageKernels(paged_kernels.write_tokens, paged_kernels.paged_attention)
+    return PageKernels(copy_tokens, gathered_attention)
+
+
+def copy_tokens(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """The same as `paged_kernels.write_tokens`."""
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
 
 
 def gathered_attention(

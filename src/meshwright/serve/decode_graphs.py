@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from meshwright.serve.decode_batch import DecodeBatch, PagedAttention
+from meshwright.serve.decode_batch import DecodeBatch, PageKernels
 from meshwright.serve.kv_memory import KVMemory
 from meshwright.serve.steps import Step
 
@@ -43,15 +44,17 @@ class DecodeGraphs:
     """Runs steps of single tokens for batches of up to `most_rows` sequences of up to `context` tokens. Memory has a spare page for padding. On a
     device without graphs the same code runs as it is."""
 
-    def __init__(self, run_model: RunModel, memory: KVMemory, attention: PagedAttention, most_rows: int, context: int, spare_page: int) -> None:
-        self._run_model, self._memory, self._attention, self._spare = run_model, memory, attention, spare_page
+    def __init__(self, run_model: RunModel, memory: KVMemory, kernels: PageKernels, most_rows: int, context: int, spare_page: int) -> None:
+        self._run_model, self._memory, self._kernels, self._spare = run_model, memory, kernels, spare_page
         self._sizes = batch_sizes(most_rows)
         self._pages = -(-context // memory.page_tokens)
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if memory.device.type == "cuda" else None
 
-    def can_run(self, step: Step) -> bool:
-        return bool(step.chunks) and len(step.chunks) <= self._sizes[-1] and all(c.generates and len(c.tokens) == 1 for c in step.chunks)
+    def split(self, step: Step) -> tuple[Step, Step]:
+        """The single tokens that a step begins with, which can be run here, and the rest."""
+        rows = len(list(takewhile(lambda chunk: chunk.generates and len(chunk.tokens) == 1, step.chunks[: self._sizes[-1]])))
+        return replace(step, chunks=step.chunks[:rows]), replace(step, chunks=step.chunks[rows:])
 
     def capture_all(self) -> None:
         """Capture every size now, the largest first: smaller ones share its memory."""
@@ -92,7 +95,7 @@ class DecodeGraphs:
         device = self._memory.device
         numbers = torch.zeros((2, 1, size), dtype=torch.int64, device=device)
         pages = torch.full((size, self._pages), self._spare, dtype=torch.int32, device=device)
-        batch = DecodeBatch(self._memory, numbers[0], numbers[1], pages, self._attention)
+        batch = DecodeBatch(self._memory, numbers[0], numbers[1], pages, self._kernels)
         logits, chosen = self._step(batch)
         if device.type != "cuda":
             captured = _Captured(batch, logits, chosen, lambda: None)
@@ -114,6 +117,7 @@ class DecodeGraphs:
 
     def _step(self, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         """One step, which leaves the chosen tokens in place for the next one."""
+        batch.locate()
         logits = self._run_model(batch)
         chosen = logits.argmax(-1)
         batch.tokens.copy_(chosen.unsqueeze(0))

@@ -19,7 +19,7 @@ from meshwright.core.errors import RequestError
 from meshwright.execute.apply import AppliedPlan
 from meshwright.execute.pipeline_forward import Inputs, PipelineForward
 from meshwright.serve.compiled_attention import AttentionSite
-from meshwright.serve.decode_batch import DecodeBatch, choose_attention
+from meshwright.serve.decode_batch import DecodeBatch, choose_kernels
 from meshwright.serve.decode_graphs import DecodeGraphs
 from meshwright.serve.kv_memory import KVMemory
 from meshwright.serve.packed_attention import DEFAULT_OPTIONS, AttentionOptions, PackedBatch
@@ -92,7 +92,7 @@ class PackedDecoder:
         Memory is allocated before. Returns why the model is not compiled or its steps are not captured, if they should be and cannot."""
         problems = []
         for attempt in ("compiled", "captured") if self._compiled is not None else ("captured",):
-            self._graphs = DecodeGraphs(self._run, self.memory, choose_attention(self.memory.device), most_rows, context, self.memory.num_pages)
+            self._graphs = DecodeGraphs(self._run, self.memory, choose_kernels(self.memory.device), most_rows, context, self.memory.num_pages)
             self.most_repeats = _MOST_REPEATS
             try:
                 self._graphs.capture_all()
@@ -107,9 +107,13 @@ class PackedDecoder:
     def forward(self, step: Step) -> Tensor:
         if not step.chunks:
             return torch.empty(0)
-        if self._graphs is not None and self._graphs.can_run(step):
-            return self._graphs.run(step)
-        return self._run(PackedBatch(step.chunks, self.memory))
+        if self._graphs is None:
+            return self._run(PackedBatch(step.chunks, self.memory))
+        tokens, rest = self._graphs.split(step)
+        found = [self._graphs.run(tokens)] if tokens.chunks else []
+        if rest.chunks:
+            found.append(self._run(PackedBatch(rest.chunks, self.memory)))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _run(self, batch: PackedBatch | DecodeBatch) -> Tensor:
         self._batch = batch

@@ -131,7 +131,7 @@ class Engine:
             stats.decode_s += seconds
             stats.decoded_tokens += decoded.total()
             stats.mixed_prompt_tokens += prompt_tokens
-            self._pace.note(prompt_tokens, seconds)
+            self._pace.note(prompt_tokens, seconds / step.repeats)
         elif step.chunks:
             stats.prompt_s += seconds
         if self._proposer is None:
@@ -147,17 +147,33 @@ class Engine:
 
 class _PromptPace:
     """How many tokens of prompts a step takes beside sequences that generate, so that these do not wait much longer for their next token: found from
-    how long steps take with and without."""
+    how long steps take with and without.
+
+    Prompts take a time of their own, whatever their length, and a time for each token: a line through what was seen lately. Where the first is the
+    larger one, fewer tokens would only make more such steps, so a step takes as many tokens as double it."""
 
     def __init__(self, most: int) -> None:
         self.prompt_tokens, self._most = most, most
         self._decode_s = 0.0  # of a step without prompts, lately
+        self._seen = [0.0] * 5  # weights, tokens, tokens², seconds, tokens × seconds of steps with prompts, older ones count less
 
     def note(self, prompt_tokens: int, seconds: float) -> None:
         if not prompt_tokens:
             self._decode_s = seconds if not self._decode_s else 0.8 * self._decode_s + 0.2 * seconds
         elif self._decode_s:
-            room = (_SLOWDOWN - 1.0) * self._decode_s
             extra = max(seconds - self._decode_s, 1e-6)
-            fitting = int(prompt_tokens * room / extra)
+            now = (1.0, prompt_tokens, prompt_tokens**2, extra, prompt_tokens * extra)
+            self._seen = [0.8 * before + value for before, value in zip(self._seen, now, strict=True)]
+            fixed, each = self._line()
+            room = max((_SLOWDOWN - 1.0) * self._decode_s, 2.0 * fixed)
+            fitting = int((room - fixed) / each)
             self.prompt_tokens = min(max(fitting, _MIN_PROMPT_TOKENS, self.prompt_tokens // 2), self._most, 2 * self.prompt_tokens)
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds of any prompt, and of each of its tokens."""
+        weight, tokens, squares, seconds, products = self._seen
+        spread = weight * squares - tokens**2
+        if spread <= 1e-3 * squares * weight:  # all of about one length
+            return 0.0, seconds / tokens
+        each = max((weight * products - tokens * seconds) / spread, 1e-3 * seconds / tokens)
+        return max((seconds - each * tokens) / weight, 0.0), min(each, seconds / tokens)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from meshwright.serve.kv_memory import KVMemory
 from meshwright.serve.steps import Chunk
@@ -29,6 +30,14 @@ class AttentionOptions:
 
 
 DEFAULT_OPTIONS = AttentionOptions()
+_FLASH_TYPES = (torch.bfloat16, torch.float16)
+_FLASH_WIDTH = 256  # of a head at most
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether sequences of different lengths can attend in one call."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,9 @@ class PackedBatch:
         self.logit_rows = torch.tensor(ends, dtype=torch.int64, device=device)
         self._slots = torch.cat(slots) if len(slots) > 1 else slots[0]
         self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._starts: Tensor | None = None  # rows at which sequences begin, if all of them do so in this step and flash attention is there
+        if has_flash_attention(device) and all(chunk.start == 0 for chunk in chunks):
+            self._starts = torch.tensor([0, *(segment.end for segment in self._segments)], dtype=torch.int32, device=device)
 
     def _segment(self, chunk: Chunk, row: int) -> _Segment:
         size, pages = self.memory.page_tokens, chunk.pages
@@ -94,12 +106,22 @@ class PackedBatch:
         keys, values = memory.layer(layer)
         keys.index_copy_(0, self._slots, key.transpose(0, 1))
         values.index_copy_(0, self._slots, value.transpose(0, 1))
+        if self._starts is not None and query.dtype in _FLASH_TYPES and not options.softcap and query.shape[2] == value.shape[2] <= _FLASH_WIDTH:
+            return self._attend_at_once(query, key, value, self._starts, options)
         parts = []
         for segment in self._segments:
             first = max(segment.length - options.window, 0) if options.window and segment.end - segment.begin == 1 else 0
             sequence_keys, sequence_values = (_read(cached, segment, first) for cached in (keys, values))
             parts.append(self._attend(query[:, segment.begin : segment.end], sequence_keys, sequence_values, segment, options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_at_once(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, options: AttentionOptions) -> Tensor:
+        """All sequences in one call, which begin in this step."""
+        longest = max(segment.length for segment in self._segments)
+        key, value = (t.repeat_interleave(query.shape[0] // t.shape[0], 0) for t in (key, value))
+        query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        window = (options.window - 1 if options.window else -1, 0)
+        return varlen_attn(query, key, value, starts, starts, longest, longest, scale=options.scale, window_size=window)  # type: ignore
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segment: _Segment, options: AttentionOptions) -> Tensor:
         """One sequence's attention: query (heads, new tokens, width); returns (new tokens, heads, value width)."""

@@ -19,18 +19,30 @@ _PROGRAMS = 264  # to keep a GPU busy: two for each of 132 processors
 _MOST_SPLITS = 32
 
 
+def write_tokens(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Put key and value (rows, KV heads, width) into `keys` and `values` (slots, KV heads, width) at `slots` (rows)."""
+    rows, heads, width = key.shape
+    value_width = value.shape[2]
+    _write[(rows, heads)](
+        key, value, keys, values, slots, key.stride(0), key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2),
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        WIDTH=width, VALUE_WIDTH=value_width, TILE=triton.next_power_of_2(max(width, value_width)),
+    )  # fmt: skip
+
+
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, page_tokens: int, scale: float, window: int, softcap: float
 ) -> Tensor:
     """query (rows, heads, width), keys and values (slots, KV heads, width), pages (rows, pages of a sequence), lengths (rows). Returns (rows, heads,
     value width)."""
     rows, heads, width = query.shape
+    query = query if query.stride(2) == 1 else query.contiguous()
     kv_heads, value_width = keys.shape[1], values.shape[2]
     group = heads // kv_heads
     splits = max(min(_PROGRAMS // max(rows * kv_heads, 1), _MOST_SPLITS, triton.cdiv(pages.shape[1] * page_tokens, _BLOCK)), 1)
-    parts = torch.empty((rows, heads, splits, value_width), dtype=torch.float32, device=query.device)
-    sums = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
     out = torch.empty((rows, heads, value_width), dtype=query.dtype, device=query.device)
+    parts = torch.empty((rows, heads, splits, value_width), dtype=torch.float32, device=query.device) if splits > 1 else out
+    sums = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
     _attend_split[(rows, kv_heads, splits)](
         query, keys, values, pages, lengths, parts, sums, scale, softcap, window,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), pages.stride(0),
@@ -38,11 +50,27 @@ def paged_attention(
         TILE=max(_MIN_TILE, triton.next_power_of_2(group)), WIDTH_TILE=max(_MIN_TILE, triton.next_power_of_2(width)),
         VALUE_TILE=max(_MIN_TILE, triton.next_power_of_2(value_width)), BLOCK=_BLOCK, SOFTCAP=softcap > 0.0, WINDOW=window > 0,
     )  # fmt: skip
+    if splits == 1:
+        return out
     _merge_splits[(rows, heads)](
         parts, sums, out, HEADS=heads, SPLITS=splits, SPLITS_TILE=triton.next_power_of_2(splits), VALUE_WIDTH=value_width,
         VALUE_TILE=triton.next_power_of_2(value_width),
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _write(
+    key, value, keys, values, slots, key_row, key_head, key_dim, value_row, value_head, value_dim, keys_slot, keys_head, values_slot, values_head,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    dims = tl.arange(0, TILE)
+    k = tl.load(key + row * key_row + head * key_head + dims * key_dim, mask=dims < WIDTH)
+    tl.store(keys + slot * keys_slot + head * keys_head + dims, k, mask=dims < WIDTH)
+    v = tl.load(value + row * value_row + head * value_head + dims * value_dim, mask=dims < VALUE_WIDTH)
+    tl.store(values + slot * values_slot + head * values_head + dims, v, mask=dims < VALUE_WIDTH)
 
 
 @triton.jit
@@ -89,7 +117,8 @@ def _attend_split(
     is_empty = end <= begin
     total = tl.where(is_empty, 1.0, total)
     places_out = (row * HEADS + heads) * SPLITS + split
-    tl.store(parts + places_out[:, None] * VALUE_WIDTH + value_dims[None, :], found / total[:, None], mask=is_member[:, None] & is_value_dim[None, :])
+    part = (found / total[:, None]).to(parts.dtype.element_ty)
+    tl.store(parts + places_out[:, None] * VALUE_WIDTH + value_dims[None, :], part, mask=is_member[:, None] & is_value_dim[None, :])
     tl.store(sums + places_out, tl.where(is_empty, float("-inf"), largest + tl.log(total)), mask=is_member)
 
 

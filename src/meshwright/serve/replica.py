@@ -87,7 +87,7 @@ def make_replica(source: ModelSource, plan: Plan, *, say: Callable[[str], None] 
         chosen = choose_decoder(loaded.applied, loaded.vocabulary, page_tokens, device)
     loaded.quantize()  # what is quantized differs by a little from row to row, so decoders were compared without
     policy = _filled(plan.serve, loaded.model)
-    step_tokens = min(_STEP_TOKENS[device.type], policy.context)
+    step_tokens = min(_STEP_TOKENS[device.type], policy.context * policy.sequences)
     limits = Limits(policy.context, policy.sequences, max(step_tokens, policy.sequences), step_tokens)
     draft = _make_draft(source.draft, plan, loaded.vocabulary, limits, device) if source.draft is not None else None
     pages = _num_pages(chosen.decoder, policy, device, world)
