@@ -66,7 +66,7 @@ def _train(mesh: str, layers: int, width: int, weights: str | None, fraction: fl
     torch.manual_seed(0)
     model = mw.deferred_init(lambda: Llama(llama_config(layers, width)))
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)  # torch's loop over tensors needs the parameters' size once more
     zero = {"zero": 3} if "shard" in mesh else {}
     constraints = {"mesh": mesh, "precision": precision, "recompute": "full", "verify": verify, **zero}
     run = mw.prepare(model, optimizer, loader, loss_fn=loss_fn, weights=weights, **constraints)

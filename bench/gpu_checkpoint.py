@@ -65,7 +65,7 @@ class Trial:
         try:
             found = function()
         except Exception as error:  # the others are still to be tried
-            found = [Row(name, "", f"{type(error).__name__}: {str(error)[-600:]}", False)]
+            found = [Row(name, "", f"{type(error).__name__}: {str(error)[-1000:]}", False)]
         self.rows += found
         for row in found:
             print(f"{row.what}: {row.found} ({row.goal}; {name} took {time.monotonic() - started:.0f} s)", flush=True)
@@ -91,7 +91,7 @@ class Trial:
                     os.killpg(process.pid, signal.SIGKILL)
         ended = time.time()
         if process.returncode:
-            raise RuntimeError(f"exit code {process.returncode}: {log.read_text()[-500:]}")
+            raise RuntimeError(f"exit code {process.returncode}: {reason(log.read_text())}")
         return out, ended
 
     def births(self, mesh: str, weights: Path) -> list[Row]:
@@ -133,6 +133,12 @@ class Trial:
             rows.append(Row(f"{name}: a save of {size}", goal, times, way["stall_s"] <= min(0.5, others) if ours else None))
         rows += [Row(f"{name}: a save of {size}", "", reason[:300]) for name, reason in found["failed"].items()]
         return [*rows, Row("the disk, with dd and a flush", "", f"{found['disk_bytes_per_s'] / 1e9:.2f} GB/s")]
+
+
+def reason(log: str) -> str:
+    """The lines of a log that name an error, the launcher's own left out."""
+    lines = [line for line in log.splitlines() if "Error" in line and "elastic" not in line and "error_file" not in line]
+    return " | ".join(lines[-3:])[-900:] or log[-500:]
 
 
 def last_json(text: str) -> dict[str, Any]:

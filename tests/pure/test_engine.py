@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from meshwright.execute.apply import AppliedPlan, apply
 from meshwright.serve.decoder_check import choose_decoder
 from meshwright.serve.decoders import RecomputeDecoder
 from meshwright.serve.draft_model import DraftModel
-from meshwright.serve.engine import Engine
+from meshwright.serve.engine import Engine, PromptPace
 from meshwright.serve.page_pool import PagePool
 from meshwright.serve.requests import SamplingParams, TokenEvent
 from meshwright.serve.scheduler import Limits, Scheduler, Sequence
@@ -74,7 +76,8 @@ def make_engine(
             decoder.use_graphs(limits.get("max_sequences", 8), limits.get("context", 100))
     pool = PagePool(pages, page_tokens, shares=decoder.memory is not None)
     scheduler = Scheduler(pool, Limits(**{"context": 100, **limits}), (), splits_prompts=decoder.splits_prompts)
-    return Engine(Runner(decoder), scheduler, proposer, guesses)  # type: ignore[arg-type]
+    clock = itertools.count(0.0, 0.001).__next__ if fixed_shapes else time.perf_counter  # how often steps are repeated depends on how long they take
+    return Engine(Runner(decoder), scheduler, proposer, guesses, clock)  # type: ignore[arg-type]
 
 
 def answers(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
@@ -234,6 +237,18 @@ def test_steps_of_fixed_shapes_are_repeated_and_give_the_same(name: str) -> None
     stop = expected[0][5]
     cut = expected[0].index(stop) + 1
     assert answers(make_engine(plan, fixed_shapes=True), prompts[:1], max_tokens=12, stop_tokens=(stop,)) == [expected[0][:cut]]
+
+
+@pytest.mark.parametrize(("fixed_s", "token_s", "low", "high"), [(0.0, 1e-4, 80, 120), (0.02, 1e-6, 2048, 2048), (0.02, 1e-4, 180, 320)])
+def test_a_step_takes_prompts_by_what_they_cost(fixed_s: float, token_s: float, low: int, high: int) -> None:
+    """Beside steps of 10 ms: as many tokens as double a step, or as double what prompts take whatever their length."""
+    pace, draw = PromptPace(2048), random.Random(0)
+    for _ in range(60):
+        pace.note(0, 0.01)
+        tokens = min(pace.prompt_tokens, draw.randrange(pace.prompt_tokens // 2, 2 * pace.prompt_tokens))
+        pace.note(tokens, 0.01 + fixed_s + token_s * tokens)
+    assert low <= pace.prompt_tokens <= high
+    assert pace.steps_in(0.02) == 2
 
 
 def test_guesses_from_the_text() -> None:

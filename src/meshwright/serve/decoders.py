@@ -28,7 +28,7 @@ from meshwright.serve.steps import Chunk, Step
 # Arguments of transformers' attention functions that change nothing here: positions are the batch's own, dropout is off.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "is_causal", "layer_idx"}
 _KNOWN = _HARMLESS | {"scaling", "softcap", "sliding_window"}
-_MOST_REPEATS = 8  # tokens that come late to the host at most
+_MOST_REPEATS = 16  # tokens that come late to the host at most
 _attention_names = itertools.count()
 
 

@@ -21,6 +21,7 @@ from meshwright.serve.steps import Chunk, Step
 
 _SLOWDOWN = 2.0  # how many times as long as without prompts a step may take beside sequences that generate
 _MIN_PROMPT_TOKENS = 16
+_MOST_LATE_S = 0.02  # how late repeated steps may let a token be, and a new request begin
 
 
 class StepRunner(Protocol):
@@ -59,7 +60,7 @@ class Engine:
         self.scheduler, self.stats, self.runner = scheduler, EngineStats(), runner
         self._proposer, self._most_guesses, self._clock = proposer, guesses, clock
         self._most_prompt_tokens = scheduler.limits.prompt_tokens
-        self._pace = _PromptPace(self._most_prompt_tokens)
+        self._pace = PromptPace(self._most_prompt_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -78,7 +79,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one step, if there is anything to do."""
         guesses = self._propose()
-        repeats = 1 if guesses else self.scheduler.most_repeats(self.runner.most_repeats)
+        repeats = 1 if guesses else self.scheduler.most_repeats(min(self.runner.most_repeats, self._pace.steps_in(_MOST_LATE_S)))
         step = self.scheduler.next_step(self._pace.prompt_tokens, guesses, repeats)
         if not step.chunks and not step.ended:
             return []
@@ -145,7 +146,7 @@ class Engine:
             self._proposer.forget(sequence)
 
 
-class _PromptPace:
+class PromptPace:
     """How many tokens of prompts a step takes beside sequences that generate, so that these do not wait much longer for their next token: found from
     how long steps take with and without.
 
@@ -156,6 +157,10 @@ class _PromptPace:
         self.prompt_tokens, self._most = most, most
         self._decode_s = 0.0  # of a step without prompts, lately
         self._seen = [0.0] * 5  # weights, tokens, tokens², seconds, tokens × seconds of steps with prompts, older ones count less
+
+    def steps_in(self, seconds: float) -> int:
+        """How many steps without prompts fit into a time."""
+        return max(int(seconds / self._decode_s), 1) if self._decode_s else 1
 
     def note(self, prompt_tokens: int, seconds: float) -> None:
         if not prompt_tokens:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
@@ -98,7 +97,7 @@ class ReplicaLoop:
         client = self._ids[event.request]
         if event.finish is not None:
             del self._ids[event.request], self._by_id[client]
-        return replace(event, request=client)
+        return event._replace(request=client)
 
     def _report(self, *, at_once: bool = False) -> None:
         now = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.core.errors import RequestError
 
@@ -72,8 +72,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One generated token of a request, or its end (`token` is then -1 if no token came with it). `reused` tokens of the prompt were in memory
     already."""
 

@@ -133,7 +133,8 @@ class Scheduler:
                 guess = ()
             if self._make_room(sequence, len(sequence.tokens) + len(guess)):
                 chunks.append(self._chunk(sequence, 1, guess))
-        chunks = [chunk for chunk in chunks if any(s.id == chunk.sequence for s in self.running)]  # some may have lost their pages to others
+        running = {sequence.id for sequence in self.running}
+        chunks = [chunk for chunk in chunks if chunk.sequence in running]  # some may have lost their pages to others
         budget -= sum(len(chunk.tokens) for chunk in chunks)
         if chunks:
             budget = min(budget, self.limits.prompt_tokens if prompt_tokens is None else prompt_tokens)
