@@ -28,8 +28,9 @@ def generate_predictions(config: ServeConfig, source: ModelSource, run_dir: Path
     print_line(f"written to {result.folder}: {batch_inference.describe_memory(result)}")
     if not (source.weights or source.checkpoint):
         print_line(f"the weights of {source.name} are random: the figures are those of a model that has learnt nothing; give a run for a trained one")
-    if PICTURE in result.files:
-        print_line(f"{PICTURE} has three rows: originals, their reconstructions, and images drawn from the prior with seed {prepared.job.seed}")
+    if result.picture_rows:
+        drawn = f", and images drawn from the prior with seed {prepared.job.seed}" if result.picture_rows > 2 else ""
+        print_line(f"{PICTURE} has {result.picture_rows} rows: originals, their reconstructions{drawn}")
 
 
 def _print_figures(result: BatchResult, title: str) -> None:

@@ -62,6 +62,7 @@ class BatchResult:
     batch: int
     seconds: float
     nonfinite: int
+    picture_rows: int
 
     @property
     def samples_per_s(self) -> float:
@@ -89,7 +90,8 @@ def prepare_batch(
     )  # fmt: skip
     available = len(load_samples(job, task, source.seed))
     if config.samples is not None and config.samples > available:
-        raise RequestError(f"--samples {config.samples}: the {job.split} part of {job.data} has {available:,}: give fewer, or --set split=train")
+        other = ", or --set split=train" if job.split == "validation" else ""
+        raise RequestError(f"--samples {config.samples}: the {job.split} part of {job.data} has {available:,}: give fewer{other}")
     samples = config.samples or available
     plan, replicas = plan_predictions(config, source, environ, say)
     replicas = min(replicas, samples)
@@ -155,8 +157,9 @@ def _join(prepared: PreparedBatch, found: list[dict[str, Any]], folder: Path, pa
     total, count = (sum(values) for values in zip(*losses, strict=True)) if losses else (0.0, 0.0)
     job = prepared.job
     result = BatchResult(
-        folder, (PREDICTIONS, *((PICTURE,) if found[0]["picture"] else ()), SUMMARY), figures, total / count if count else None, job.samples,
+        folder, (PREDICTIONS, *((PICTURE,) if found[0]["picture_rows"] else ()), SUMMARY), figures, total / count if count else None, job.samples,
         max(replica["batch"] for replica in found), max(replica["seconds"] for replica in found), sum(replica["nonfinite"] for replica in found),
+        found[0]["picture_rows"],
     )  # fmt: skip
     write_json(folder / SUMMARY, summary(prepared, result))
     return result

@@ -33,7 +33,7 @@ from meshwright.observe.pictures import image_rows, write_png
 from meshwright.serve.column_files import ColumnWriter
 from meshwright.serve.loading import PRECISIONS, load_model
 from meshwright.serve.model_source import ModelSource
-from meshwright.serve.output_kinds import OutputKind, find_kind, flatten_outputs
+from meshwright.serve.output_kinds import Columns, OutputKind, find_kind, flatten_outputs
 from meshwright.serve.predict_model import first_line, is_close
 from meshwright.zoo.vae import VAE
 
@@ -106,6 +106,8 @@ class BatchReplica:
         self._writes = self._world.rank == 0
         self._columns = ColumnWriter(Path(job.parts), replica)
         self._kind: OutputKind | None = None
+        self._row_names: set[str] | None = None  # outputs with a row for each sample, as far as it is known
+        self._written: set[str] = set()
         self._has_loss = zoo.has_loss(self._task)
         self._loss = [0.0, 0.0]  # sum and count
         self._nonfinite = 0
@@ -130,10 +132,10 @@ class BatchReplica:
                 )
         seconds = time.perf_counter() - started
         assert self._kind is not None
-        pictures = self._draw() if self._replica == 0 and self._kind.image else False
+        rows = self._draw() if self._replica == 0 and self._kind.image else 0
         return {
             "kind": self._kind.name, "columns": {name: list(about) for name, about in self._columns.described.items()}, "nonfinite": self._nonfinite,
-            "loss": self._loss if self._has_loss else None, "samples": len(samples), "seconds": seconds, "batch": self._batch, "picture": pictures,
+            "loss": self._loss if self._has_loss else None, "samples": len(samples), "seconds": seconds, "batch": self._batch, "picture_rows": rows,
         }  # fmt: skip
 
     def _batches(self, samples: range) -> Iterator[tuple[int, Batch]]:
@@ -180,9 +182,9 @@ class BatchReplica:
             except RequestError as error:
                 self._say(f"whether samples meet in this model is not known: alone, {error}")
                 return
-            for name in together.keys() & alone.keys():
-                if together[name].shape[0] == end - samples.start and alone[name].shape[0] == 1:
-                    differs = differs or not is_close(alone[name][0], together[name][place])
+            have_rows = {n for n in together.keys() & alone.keys() if together[n].shape[0] == end - samples.start and alone[n].shape[0] == 1}
+            self._row_names = have_rows if self._row_names is None else self._row_names & have_rows
+            differs = differs or not all(is_close(alone[name][0], together[name][place]) for name in have_rows)
         if broadcast_data(self._world, differs, self._plan.device, "batch/verdict"):
             self._batch = 1
             self._say("samples meet in this model, so each is computed alone")
@@ -199,19 +201,28 @@ class BatchReplica:
         else:
             self._loss = [self._loss[0] + float(loss) * count, self._loss[1] + count]
         self._kind = self._kind or find_kind(self._task, outputs, count)
-        found = self._kind.columns(outputs, batch)
-        columns = {name: tensor for name, tensor in found.items() if tensor.dim() and tensor.shape[0] == count}
-        if not columns:
-            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in found.items()) or f"a {type(outputs).__name__} without tensors"
-            raise RequestError(
-                f"{self._task.name}: its outputs for {count} samples are {shapes}: no tensor has a row for each sample, so there is nothing to write"
-            )
-        self._note_left_out(found.keys() - columns.keys())
+        columns = self._columns_of(outputs, batch, count)
         is_finite = [tensor.flatten(1).isfinite().all(1) if tensor.dim() > 1 else tensor.isfinite() for tensor in columns.values()]
         self._nonfinite += int((~torch.stack(is_finite).all(0)).sum())
         if self._writes:
             self._columns.add(columns)
         self._keep_images(batch, columns)
+
+    def _columns_of(self, outputs: Any, batch: Batch, count: int) -> Columns:
+        """The outputs that have a row for each sample: the same ones in every batch."""
+        assert self._kind is not None
+        found = self._kind.columns(outputs, batch)
+        may_have_rows = self._row_names if self._kind.name == "tensors" and self._row_names is not None else found.keys()
+        columns = {name: t for name, t in found.items() if name in may_have_rows and t.dim() and t.shape[0] == count}
+        self._written = self._written or set(columns)
+        if not columns or self._written != set(columns):
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in found.items()) or f"a {type(outputs).__name__} without tensors"
+            problem = (
+                "other ones have a row for each sample than before" if columns else "none has a row for each sample, so there is nothing to write"
+            )
+            raise RequestError(f"{self._task.name}: its outputs for {count} samples are {shapes}: {problem}")
+        self._note_left_out(found.keys() - columns.keys())
+        return columns
 
     def _note_left_out(self, names: set[str]) -> None:
         for name in sorted(names - self._left_out):
@@ -226,17 +237,19 @@ class BatchReplica:
         if kind is not None and kind.image and self._replica == 0 and missing > 0:
             self._shown.append((batch[kind.image][:missing].float().cpu(), columns[kind.reconstruction][:missing].cpu()))
 
-    def _draw(self) -> bool:
-        """Images from the prior; and a picture of originals, reconstructions and these."""
-        assert isinstance(self._model, VAE)
-        images, reconstructions = (torch.cat(tensors) for tensors in zip(*self._shown, strict=True))
-        drawn = self._model.draw(len(images), self._job.seed).cpu()
-        has_picture = images.shape[1] in _CHANNELS
+    def _draw(self) -> int:
+        """A picture of originals, reconstructions and, below them, images from the prior. Returns its number of rows."""
+        rows = [torch.cat(tensors).numpy() for tensors in zip(*self._shown, strict=True)]
+        if isinstance(self._model, VAE):
+            drawn = self._model.draw(len(rows[0]), self._job.seed).cpu()
+            rows.append(drawn.numpy())
+            if self._writes:
+                self._columns.add({DRAWN: drawn})
+        if rows[0].shape[1] not in _CHANNELS:
+            return 0
         if self._writes:
-            self._columns.add({DRAWN: drawn})
-        if self._writes and has_picture:
-            write_png(Path(self._job.folder) / PICTURE, image_rows([images.numpy(), reconstructions.numpy(), drawn.numpy()]))
-        return has_picture
+            write_png(Path(self._job.folder) / PICTURE, image_rows(rows))
+        return len(rows)
 
 
 class _Calls:

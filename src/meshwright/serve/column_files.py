@@ -60,10 +60,10 @@ def check_alike(parts: Sequence[Described]) -> None:
 
 
 def read_numbers(folder: Path, parts: Sequence[Described]) -> dict[str, Array]:
-    """The columns that have one number a sample."""
+    """The columns of all replicas that have one number a sample."""
     found = {}
     for name, (dtype, shape, _) in parts[0].items():
-        if not len(shape) and dtype != "BF16":
+        if not len(shape) and dtype != "BF16" and all(name in part for part in parts):
             kind: Any = torch.empty(0, dtype=DTYPES[dtype]).numpy().dtype
             files = (_part(folder, replica, list(part).index(name)) for replica, part in enumerate(parts))
             found[name] = np.concatenate([np.fromfile(file, kind) for file in files])

@@ -73,7 +73,7 @@ def plan_predictions(config: ServeConfig, source: ModelSource, environ: Mapping[
     requested, replicas = requested_mesh(config)
     mesh = requested or Mesh()
     if mesh.pp > 1:
-        raise RequestError(f"--mesh {mesh}: a model that answers samples is split over tp alone: use --mesh tp={mesh.size}, or --replicas")
+        raise RequestError(f"--mesh {mesh}: a model that answers samples is split over tp alone: use --mesh tp={mesh.size}, or dp=K for K replicas")
     if config.plan != "auto":
         plan = Plan.load(Path(config.plan))
         check_inference_mesh(plan.mesh)
