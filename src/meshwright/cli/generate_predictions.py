@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.cli.console import log_progress, make_table, print_json, print_line, stdout
-from meshwright.observe.formatting import format_number, format_percent, format_rate
 
 if TYPE_CHECKING:
     from meshwright.serve.batch_inference import BatchResult
@@ -34,6 +33,8 @@ def generate_predictions(config: ServeConfig, source: ModelSource, run_dir: Path
 
 
 def _print_figures(result: BatchResult, title: str) -> None:
+    from meshwright.observe.formatting import format_number, format_percent, format_rate
+
     print_line(title)
     table = make_table("figure", ">value")
     if result.loss is not None:
