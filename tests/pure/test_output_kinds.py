@@ -18,7 +18,7 @@ from meshwright import zoo
 from meshwright.core.errors import RunError
 from meshwright.core.task import Field, Task
 from meshwright.observe.pictures import GAP, image_rows, write_png
-from meshwright.serve.column_files import ColumnWriter, join_columns, read_numbers
+from meshwright.serve.column_files import ColumnWriter, check_alike, join_columns, read_numbers
 from meshwright.serve.output_kinds import KINDS, area_under_curve, find_kind, flatten_outputs
 
 
@@ -124,6 +124,9 @@ def test_columns_of_replicas_are_joined_in_order(tmp_path: Path) -> None:
         writer.add({name: tensor[first:end] for name, tensor in columns.items()})
     writers[0].add({"more": torch.zeros(2)})
     described = [writer.described for writer in writers]
+    check_alike(described, ("more",))
+    with pytest.raises(RunError, match="the output more differs"):
+        check_alike(described)
     join_columns(tmp_path, described, tmp_path / "out.safetensors")
     found = load_file(tmp_path / "out.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in columns.items()) and found["more"].shape == (2,)

@@ -20,7 +20,7 @@ from meshwright.launch import ForkServer, WorkerPool
 from meshwright.observe import RunFolder, create_run_folder
 from meshwright.observe.run_folder import slug
 from meshwright.plan import describe_plan
-from meshwright.serve.batch_replica import PICTURE, BatchJob, BatchReplica, load_samples
+from meshwright.serve.batch_replica import DRAWN, PICTURE, BatchJob, BatchReplica, load_samples
 from meshwright.serve.column_files import check_alike, join_columns, read_numbers
 from meshwright.serve.config import ServeConfig
 from meshwright.serve.generation import Say
@@ -150,7 +150,7 @@ def _join(prepared: PreparedBatch, found: list[dict[str, Any]], folder: Path, pa
     """One file of all replicas' outputs, and the figures."""
     columns, kinds = [replica["columns"] for replica in found], {replica["kind"] for replica in found}
     assert len(kinds) == 1, kinds
-    check_alike(columns)
+    check_alike(columns, (DRAWN,))
     join_columns(parts, columns, folder / PREDICTIONS)
     figures = tuple(KINDS[kinds.pop()].figures(read_numbers(parts, columns)))
     losses = [replica["loss"] for replica in found if replica["loss"] is not None]

@@ -46,16 +46,16 @@ class ColumnWriter:
 
 def join_columns(folder: Path, parts: Sequence[Described], path: Path) -> None:
     """Write all replicas' columns as one file of tensors, the replicas' rows one after the other."""
-    check_alike(parts)
     specs = [TensorSpec(name, dtype, (sum(part[name][2] for part in parts if name in part), *shape)) for name, (dtype, shape, _) in parts[0].items()]
     write_tensor_file(path, specs, (_bytes_of(folder, parts, name) for name in parts[0]), {"format": "pt"})
 
 
-def check_alike(parts: Sequence[Described]) -> None:
-    """All replicas must have got outputs of the same names and shapes; the first may have more than the others."""
-    for part in parts[1:]:
-        for name, (dtype, shape, _) in part.items():
-            if name not in parts[0] or (parts[0][name][0], list(parts[0][name][1])) != (dtype, list(shape)):
+def check_alike(parts: Sequence[Described], only_first: Sequence[str] = ()) -> None:
+    """All replicas must have got outputs of the same names and shapes, but for those that only the first makes."""
+    kinds = [{name: (dtype, list(shape)) for name, (dtype, shape, _) in part.items() if name not in only_first} for part in parts]
+    for kind in kinds[1:]:
+        for name in kinds[0].keys() | kind.keys():
+            if kinds[0].get(name) != kind.get(name):
                 raise RunError(f"the output {name} differs in type or shape from sample to sample: one file cannot hold it")
 
 
