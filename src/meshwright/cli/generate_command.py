@@ -1,4 +1,4 @@
-"""`generate`: answers to prompts, from a model in a run, a folder or a file; streamed to the terminal."""
+"""`generate`: answers to prompts, streamed to the terminal; for models that generate no text, outputs for the samples of a data set."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from meshwright.cli import options
 from meshwright.cli.console import log_progress, print_json, require_torch, stderr, stdout
+from meshwright.cli.generate_predictions import generate_predictions
 from meshwright.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,34 +19,47 @@ if TYPE_CHECKING:
 
 
 def generate(
-    source: Annotated[str, typer.Argument(metavar="MODEL|CONFIG.json", help="A run, a folder, *.gguf, a name, or a configuration.")] = "smollm2",
+    model: Annotated[str, typer.Argument(metavar="MODEL|CONFIG.json", help="A run, a folder, *.gguf, a name, or a configuration.")] = "smollm2",
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A question; repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A text file with one prompt a line; prompts.txt beside a CONFIG.json.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of an answer; 256 by default.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0, the default: the most likely token each time.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message, for models with a chat template.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling, and of images that are drawn.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="For other models: a data set; the run's own unless given.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", help="For other models: the first so many samples; all unless given.")] = None,
     nproc: Annotated[int | None, typer.Option("--nproc", help="Number of ranks that the model is split over; 1 by default.")] = None,
-    mesh: options.Mesh = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help="Ranks of one copy of the model, like tp=2 or pp=2; dp=2: two copies.")] = None,
     plan: Annotated[str | None, typer.Option("--plan", help="A plan.json for inference.")] = None,
     run_dir: options.RunDir = "runs",
     settings: Annotated[list[str] | None, typer.Option("--set", help="Set a field of the configuration, like top_p=0.9; repeatable.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Generate text from prompts.
+    """Generate text from prompts. A model that generates no text is run over a data set: its outputs are written, and figures such as the accuracy
+    are printed.
 
     Examples:
       meshwright generate smollm2 --prompt "What is the capital of France?"
       meshwright generate last --prompt "def main(" --max-tokens 100 --temperature 0.7
       meshwright generate configs/inference_axonn.json --prompts prompts.txt --set model_id=FOLDER
+      meshwright generate vae --data digits --samples 100 --seed 1
     """
     require_torch()
     from meshwright.serve import generation
+    from meshwright.serve.served_model import find_served
 
     flags = {
         "max_tokens": max_tokens, "temperature": temperature, "system": system, "seed": seed, "nproc": nproc, "mesh": mesh, "plan": plan,
+        "data": data, "samples": samples,
     }  # fmt: skip
-    config, default_prompts = _configuration(source, settings or [], {key: value for key, value in flags.items() if value is not None})
+    config, default_prompts = _configuration(model, settings or [], {key: value for key, value in flags.items() if value is not None})
+    source = find_served(config, Path(run_dir), os.environ)
+    if source.kind == "predict":
+        if prompt or prompts is not None:
+            raise RequestError(f"{source.name} generates no text: leave out --prompt and --prompts; it is run over a data set (--data)")
+        generate_predictions(config, source, Path(run_dir), as_json)
+        return
+    _refuse_samples(config, source.name)
     texts = list(prompt or [])
     if prompts is None and not texts and default_prompts is not None and default_prompts.is_file():
         prompts = default_prompts
@@ -74,6 +88,14 @@ def generate(
     read = sum(a.num_prompt for a in answers.values())
     shown = {name: "–" if rate is None else f"{rate:.1f} tokens/s" for name, rate in measured.items()}
     stderr.print(f"prompts: {read} tokens, {shown['prefill_tokens_per_s']}; answers: {produced} tokens, {shown['decode_tokens_per_s']}", markup=False)
+
+
+def _refuse_samples(config: ServeConfig, name: str) -> None:
+    from meshwright.serve.batch_inference import FOR_SAMPLES
+
+    for field in FOR_SAMPLES:
+        if field in config.model_fields_set:
+            raise RequestError(f"{field} is for models that are run over a data set, and {name} generates text: give --prompt, or --set kind=predict")
 
 
 def _configuration(source: str, settings: list[str], flags: dict[str, Any]) -> tuple[ServeConfig, Path | None]:

@@ -36,7 +36,9 @@ class ServeConfig(BaseModel):
     speculate: str = Field("none", description="guess the next tokens: none, prompt (as the text went on before), or a smaller model's name")
     guesses: int = Field(4, ge=1, le=64, description="tokens that are guessed at once")
     context: int | None = Field(None, ge=2, le=10_000_000, description="most tokens of prompt and answer together; the model's own unless given")
-    batch: int = Field(16, ge=1, le=65536, description="most answers that are generated at once, over all replicas")
+    batch: int = Field(
+        16, ge=1, le=65536, description="most answers that are generated at once, over all replicas; samples of a batch in batch inference"
+    )
     prompt: int | None = Field(None, ge=1, le=10_000_000, description="tokens of a usual prompt, to plan for; half of context unless given")
     objective: InferenceObjective = Field("latency", description="what plans are ranked by: latency, throughput, or batch (the largest)")
     page_tokens: int = Field(
@@ -54,6 +56,11 @@ class ServeConfig(BaseModel):
     max_wait_ms: float = Field(0.0, ge=0, le=60_000, description="how long an idle replica waits for a fuller batch; a busy one gathers them anyway")
     batch_sizes: tuple[int, ...] = Field((), description="sizes that a batch is filled up to, like [1,8,32]; any size unless given or compiled")
     pooling: Literal["auto", "mean", "pooler", "cls", "max"] = Field("auto", description="of embeddings; auto: as the folder says, or the mean")
+
+    data: str | None = Field(None, description="data set of batch inference; the run's own, or the model's, unless given")
+    data_dir: str | None = Field(None, description="folder for mnist or cifar10")
+    split: Literal["validation", "train"] = Field("validation", description="which part of the data set")
+    samples: int | None = Field(None, ge=1, description="the first so many samples; all of the part unless given")
 
     replicas: int | None = Field(None, ge=1, le=4096, description="copies of the model that a server has, each with ranks of its own; 1 unless given")
     served_name: str = Field("", description="the model's name in requests; as it was given unless set")

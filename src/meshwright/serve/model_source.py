@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,7 @@ class ModelSource:
     seed: int = 0
     draft: ModelSource | None = None  # a smaller model that guesses its next tokens
     kind: Literal["text", "predict"] = "text"  # whether it generates text or answers samples
+    run: str = ""  # the folder of the run that trained it
 
     def load_task(self, seq: int | None = None) -> Task:
         return zoo.load(self.model, seq=seq) if self.kind == "text" else zoo.load_for_inference(self.model, self.kind)
@@ -66,17 +67,17 @@ def _run_source(name: str, run: RunFolder, checkpoint: Path | None) -> ModelSour
     model = str(job["model"])
     trained = Path(model.removeprefix("hf:"))
     tokenizer = trained if model.startswith("hf:") and trained.is_dir() else folder
-    seed = int(job.get("seed") or 0)
+    known = ModelSource(name, model, tokenizer=str(tokenizer), seed=int(job.get("seed") or 0), run=str(run.path.resolve()))
     if checkpoint is not None:
-        return ModelSource(name, model, checkpoint=str(checkpoint.resolve()), tokenizer=str(tokenizer), seed=seed)
+        return replace(known, checkpoint=str(checkpoint.resolve()))
     if not any(folder.glob("*.safetensors")):
         newest = sorted((p.parent for p in (run.path / "checkpoints").glob(f"*/{FILE_NAME}")), key=lambda p: int(p.name))
         if not newest:
             raise RequestError(
                 f"{name}: {run.path} has neither {MODEL_FOLDER}/ nor a checkpoint: let the run finish, or train with --set export=true"
             )
-        return ModelSource(name, model, checkpoint=str(newest[-1].resolve()), tokenizer=str(tokenizer), seed=seed)
-    return ModelSource(name, model, weights=str(folder), tokenizer=str(tokenizer), seed=seed)
+        return replace(known, checkpoint=str(newest[-1].resolve()))
+    return replace(known, weights=str(folder))
 
 
 def describe_source(source: ModelSource) -> str:

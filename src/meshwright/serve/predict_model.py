@@ -87,7 +87,7 @@ class PredictModel:
             return self._outputs({name: tensor[place : place + 1] for name, tensor in inputs.items()}, (place,), rows)
         except Exception as error:
             _raise_if_broken(error)
-            return Outputs((place,), error=_first_line(error))
+            return Outputs((place,), error=first_line(error))
 
     def _try_together(self, key: Any, inputs: Inputs, count: int) -> list[Outputs]:
         alone = [self._alone(inputs, i) for i in range(count)]
@@ -183,12 +183,13 @@ def _agree(together: Outputs, alone: Sequence[Outputs], rows: frozenset[int]) ->
     for i, all_of_them in enumerate(together.tensors):
         for place, outputs in enumerate(alone):
             mine = outputs.tensors[i]
-            if not _close(mine[0] if i in rows else mine, all_of_them[place] if i in rows else all_of_them):
+            if not is_close(mine[0] if i in rows else mine, all_of_them[place] if i in rows else all_of_them):
                 return False
     return True
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs are equal but for rounding."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():
@@ -200,9 +201,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def _raise_if_broken(error: Exception) -> None:
     if any(words in str(error) for words in _FATAL):
-        raise ModelBrokenError(_first_line(error)) from error
+        raise ModelBrokenError(first_line(error)) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text[:300]}"

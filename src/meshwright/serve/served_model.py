@@ -47,7 +47,7 @@ def prepare_served(config: ServeConfig, run_dir: Path, environ: Mapping[str, str
         end_tokens = list(prepared.codec.end_tokens)
         job = ReplicaJob("meshwright.serve.replica_process:serve_rank", prepared.source, prepared.plan, {"end_tokens": end_tokens})
         return ServedModel(prepared.source, job, prepared.codec, prepared.plan.serve.replicas)
-    plan, replicas = _plan_predictions(config, source, environ, say)
+    plan, replicas = plan_predictions(config, source, environ, say)
     folder = Path(source.tokenizer) if source.tokenizer else None
     codec = find_codec(folder, 256) if has_tokenizer(folder) else None
     options = PredictOptions(_batch_sizes(config), config.pooling, codec is not None)
@@ -66,14 +66,14 @@ def find_served(config: ServeConfig, run_dir: Path, environ: Mapping[str, str]) 
     return replace(source, kind=kind)
 
 
-def _plan_predictions(config: ServeConfig, source: ModelSource, environ: Mapping[str, str], say: Say) -> tuple[Plan, int]:
+def plan_predictions(config: ServeConfig, source: ModelSource, environ: Mapping[str, str], say: Say) -> tuple[Plan, int]:
     """The plan of a replica, and how many there are."""
     if config.quantize != "none" or config.speculate != "none":
         raise RequestError(f"{source.name}: quantize and speculate are for models that generate text: leave them out")
     requested, replicas = requested_mesh(config)
     mesh = requested or Mesh()
     if mesh.pp > 1:
-        raise RequestError(f"--mesh {mesh}: a model that answers samples is split over tp alone: use --mesh tp={mesh.size}, or --replicas")
+        raise RequestError(f"--mesh {mesh}: a model that answers samples is split over tp alone: use --mesh tp={mesh.size}, or dp=K for K replicas")
     if config.plan != "auto":
         plan = Plan.load(Path(config.plan))
         check_inference_mesh(plan.mesh)

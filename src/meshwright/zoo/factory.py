@@ -106,10 +106,10 @@ def _task_from_module(module: nn.Module, factory: Callable[[], nn.Module], refer
         if needs_loss:
             raise RequestError(f"{reference}: {kind} has no fields, a mapping of names to meshwright Field: add it, or return a meshwright Task")
         fields = {}
-    return Task(name=reference, build=factory, loss=module_loss if has_loss else _call_with_fields, fields=dict(fields))
+    return Task(name=reference, build=factory, loss=module_loss if has_loss else call_with_fields, fields=dict(fields))
 
 
-def _call_with_fields(model: nn.Module, batch: Batch) -> Tensor:
+def call_with_fields(model: nn.Module, batch: Batch) -> Tensor:
     """Stands for the loss of a module that has none: a sum of its outputs for the fields that its forward names."""
     names = inspect.signature(model.forward).parameters
     out = model(**{name: tensor for name, tensor in batch.items() if name in names})

@@ -38,6 +38,11 @@ def kind_of(name: str) -> Kind:
     return "text" if is_text else "predict"
 
 
+def has_loss(task: Task) -> bool:
+    """Whether the task's loss says how good the model is; some stand for the loss of a module that has none."""
+    return task.loss not in (factory.call_with_fields, _sum_of_outputs)
+
+
 def _kind_of_folder(path: Path) -> Kind:
     """A folder's architecture decides; where it names none, its type: one that has a form with masked language modelling is an encoder."""
     file = path / "config.json" if path.is_dir() else path

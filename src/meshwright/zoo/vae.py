@@ -73,3 +73,9 @@ class VAE(nn.Module):
         mean, log_variance = self.encoder(image).chunk(2, dim=1)
         code = mean + torch.exp(0.5 * log_variance) * self.noise(mean) if self.training else mean
         return self.decoder(code), mean, log_variance
+
+    def draw(self, count: int, seed: int) -> Tensor:
+        """Images, as the probabilities of their pixels, of codes drawn from the prior N(0, 1)."""
+        like = next(self.parameters())
+        codes = torch.randn((count, self.config.latent), generator=torch.Generator().manual_seed(seed))
+        return torch.sigmoid(self.decoder(codes.to(like.device, like.dtype)).float())

@@ -80,13 +80,15 @@ def weight_layout(model: nn.Module, source: Path | None = None) -> WeightLayout:
         return _gpt_layout(model.config)
     if isinstance(model, Llama):
         return _llama_layout(model.config)
-    if hasattr(model, "config") and hasattr(model.config, "to_json_file"):  # of transformers
+    if _is_of_transformers(model):
         return WeightLayout(write=lambda folder: _write_config(model, folder), source=source)
     return WeightLayout()
 
 
 def converts_weights(model: nn.Module) -> bool:
     """Whether transformers changes the tensors of a folder, and not only their dtype, when it reads them into this model."""
+    if not any(_is_of_transformers(module) for module in model.modules()):
+        return False
     config = getattr(model, "config", None)
     if getattr(config, "quantization_config", None) is not None:
         return True
@@ -95,6 +97,10 @@ def converts_weights(model: nn.Module) -> bool:
     except ImportError:  # before version 5 it changed none but these
         return bool(getattr(model, "_checkpoint_conversion_mapping", None))
     return bool(get_model_conversion_mapping(model, add_legacy=False))  # type: ignore[arg-type]
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return hasattr(getattr(module, "config", None), "to_json_file")
 
 
 def _write_config(model: Any, folder: Path) -> None:
