@@ -32,9 +32,8 @@ class Browser:
             if found := re.search(r"successfully on port (\d+)", line):
                 self._url = f"http://127.0.0.1:{found[1]}/session"
                 break
-        arguments = [
-            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={width},{height}", f"--user-data-dir={profile}"
-        ]  # fmt: skip
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        arguments += [f"--window-size={width},{height}", f"--user-data-dir={profile}"]
         options = {"browserName": "chrome", "goog:chromeOptions": {"binary": binary, "args": arguments}}
         session = self._call("POST", "", {"capabilities": {"alwaysMatch": options}})
         self._url += f"/{session['sessionId']}"

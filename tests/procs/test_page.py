@@ -1,4 +1,4 @@
-"""The page at `/` in a browser, as a newcomer uses it: talks to the model, stops an answer, reads what went wrong; and tries a model of another kind."""
+"""The page at `/` in a browser, used as by a newcomer: talks to the model, stops an answer, reads what went wrong, tries a model of another kind."""
 
 from __future__ import annotations
 
