@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -38,6 +39,7 @@ from meshwright.serve.ray_ranks import RayRanks, check_cluster, rank_bundle
 
 _APPLICATION = "meshwright"
 _POLL_S = 1.0
+_CONNECT_S = 10.0
 _ANSWER_S = 30.0  # for Ray Serve to take requests at its address
 _LOCAL_STORE_BYTES = 100 * 2**20  # nothing large goes through Ray's object store
 
@@ -95,9 +97,11 @@ class RayServer:
         options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES} if self._address == "local" else {}
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
+            _check_reachable(self._address)
             ray.init(address=self._address, logging_level=logging.ERROR, **options)
-        except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-            reason = next((line.strip(" .") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        except (OSError, ValueError, RuntimeError, RayError) as error:
+            text = (getattr(error, "strerror", None) or str(error)).splitlines()
+            reason = next((line.strip(" .") for line in text if line.strip()), type(error).__name__)
             raise RequestError(f"--ray {self._address}: {reason}: start a cluster with `ray start --head`, or use --ray local") from None
         finally:
             for number, handler in handlers.items():
@@ -165,6 +169,13 @@ class RayServer:
 
 
 _QUIET = {"enable_access_log": False, "log_level": "ERROR"}
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError where nothing listens: Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
 
 
 def _is_serve_running() -> bool:
