@@ -99,6 +99,15 @@ def test_two_replicas_of_two_ranks(serve: Serve, cluster: str) -> None:
     assert placement_groups(cluster) == []
 
 
+def test_a_pipeline(serve: Serve, cluster: str) -> None:
+    server = serve("llama-tiny", "--ray", cluster, "--mesh", "pp=2", "--set", "context=512", "--set", "threads=1")
+    text = greedy(server, "def ", 24)
+    assert "pipeline 2" in server.request("/v1/plan")[1]["plan"] and len(rank_processes()) == 2
+    server.process.terminate()
+    server.process.wait(120)
+    assert text == greedy(serve("llama-tiny", "--set", "context=512"), "def ", 24)
+
+
 def _state(cluster: str, expression: str) -> Any:
     """Something that Ray says of the cluster, from a process of its own: a test's process joins none."""
     code = f"import json, ray\nray.init({cluster!r}, logging_level='error', log_to_driver=False)\nprint(json.dumps({expression}))"

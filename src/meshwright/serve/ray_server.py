@@ -172,7 +172,10 @@ _QUIET = {"enable_access_log": False, "log_level": "ERROR"}
 
 
 def _check_reachable(address: str) -> None:
-    """Raise OSError where nothing listens: Ray would try for minutes."""
+    """Raise OSError where nothing listens: Ray would try for minutes. Where `auto` leads is in a file that `ray start` writes."""
+    if address == "auto":
+        file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+        address = os.environ.get("RAY_ADDRESS") or (file.read_text().strip() if file.is_file() else "")
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
