@@ -22,6 +22,9 @@ def serve(
     plan: Annotated[str | None, typer.Option("--plan", help="A plan.json for inference.")] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="Clients must send it; MESHWRIGHT_API_KEY unless given.")] = "",
     log: Annotated[str, typer.Option("--log", help="File for one JSON line a request; stderr unless given.")] = "",
+    ray: Annotated[
+        str, typer.Option("--ray", metavar="ADDRESS", help="On a Ray cluster: auto (this machine's), HOST:PORT, or local (one of its own).")
+    ] = "",
     run_dir: options.RunDir = "runs",
     settings: Annotated[list[str] | None, typer.Option("--set", help="Set a field of the configuration, like context=2048; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address and the model as one JSON object when requests are taken.")] = False,
@@ -31,6 +34,7 @@ def serve(
     Examples:
       meshwright serve smollm2
       meshwright serve last --port 8080 --replicas 2
+      meshwright serve last --ray auto --replicas 4 --mesh tp=2
     """
     require_torch()
     from meshwright.serve.config import load_serve_config, parse_setting
@@ -41,8 +45,14 @@ def serve(
     is_file = model.endswith(".json")
     config = load_serve_config(given if is_file else {"model": model, **given}, Path(model) if is_file else None)
     key = api_key or os.environ.get("MESHWRIGHT_API_KEY", "")
+    announce = print_json if as_json else lambda _: None
+    if ray:
+        from meshwright.serve.ray_server import RayServer
+
+        RayServer(config, Path(run_dir), os.environ, log_progress, log, key, ray).run(host, port, announce)
+        return
     listener = check_address(host, port, key)
     try:
-        Server(config, Path(run_dir), os.environ, log_progress, open_log(log), key).run(listener, print_json if as_json else lambda _: None)
+        Server(config, Path(run_dir), os.environ, log_progress, open_log(log), key).run(listener, announce)
     finally:
         listener.close()

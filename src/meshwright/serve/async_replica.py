@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import secrets
 import shutil
 import tempfile
 import time
@@ -17,11 +19,13 @@ from typing import Any, Literal
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import to_data
+from meshwright.serve.messages import tcp_channel
 from meshwright.serve.model_source import ModelSource
 from meshwright.serve.replica_ranks import ReplicaRanks
 from meshwright.serve.tensor_messages import MAX_LINE_BYTES, Array, encode_message, payload_size
 
 ReplicaState = Literal["starting", "ready", "draining", "dead"]
+_SECRET_S = 10.0  # for who connects over TCP to say the secret
 _END_S = 2.0  # for ranks whose socket is closed to end by themselves
 
 
@@ -41,8 +45,8 @@ class ReplicaJob:
     def with_source(self, source: ModelSource) -> ReplicaJob:
         return replace(self, source=source)
 
-    def arguments(self, channel: Path) -> dict[str, Any]:
-        return {"source": to_data(self.source), "plan": to_data(self.plan), "channel": str(channel), **self.options}
+    def arguments(self, channel: str) -> dict[str, Any]:
+        return {"source": to_data(self.source), "plan": to_data(self.plan), "channel": channel, **self.options}
 
 
 class AsyncReplica(ABC):
@@ -89,9 +93,7 @@ class AsyncReplica(ABC):
             raise
 
     async def _start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="meshwright-serve-"))  # private: nobody else can connect
-        channel = self._folder / "channel"
-        listener = await asyncio.start_unix_server(self._connected, str(channel), limit=MAX_LINE_BYTES)
+        listener, channel = await self._listen()
         try:
             await self.ranks.open(self.job.plan.world)
             self._task = asyncio.create_task(self._run(channel))
@@ -105,7 +107,26 @@ class AsyncReplica(ABC):
             raise self._error or MeshwrightError("the replica ended before it was ready")
         self.state = "ready"
 
-    async def _run(self, channel: Path) -> None:
+    async def _listen(self) -> tuple[asyncio.Server, str]:
+        """A listener for the first rank, and its channel; see [Note: channels] in messages."""
+        if not self.ranks.host:
+            self._folder = Path(tempfile.mkdtemp(prefix="meshwright-serve-"))  # private: nobody else can connect
+            path = str(self._folder / "channel")
+            return await asyncio.start_unix_server(self._connected, path, limit=MAX_LINE_BYTES), path
+        secret = secrets.token_hex(32)
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            expected, given = f"{secret}\n".encode(), b""
+            with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+                given = await asyncio.wait_for(reader.readexactly(len(expected)), _SECRET_S)
+            if self._writer is None and hmac.compare_digest(given, expected):
+                await self._connected(reader, writer)
+            writer.close()
+
+        server = await asyncio.start_server(connected, self.ranks.host, 0, limit=MAX_LINE_BYTES)
+        return server, tcp_channel(self.ranks.host, server.sockets[0].getsockname()[1], secret)
+
+    async def _run(self, channel: str) -> None:
         try:
             await self.ranks.run(self.job.target, self.job.arguments(channel))
         except MeshwrightError as error:

@@ -1,4 +1,9 @@
-"""Messages between a server, or the command line, and the first rank of a replica: JSON, one a line, over a Unix socket. Nothing is pickled."""
+"""Messages between a server, or the command line, and the first rank of a replica: JSON, one a line, over a socket. Nothing is pickled.
+
+[Note: channels]
+A channel is the path of a Unix socket in a private folder where both sides are on one machine, or tcp://HOST:PORT/SECRET. Over TCP the rank sends the
+secret first, in a line of its own: whoever else connects is not listened to.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,36 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.core.errors import RunError
 from meshwright.serve.requests import SamplingParams, TokenEvent, TokenLogprobs
 
 _MAX_LINE_BYTES = 1 << 26
+
+
+_TCP = "tcp://"
+_CONNECT_S = 60.0
+
+
+def tcp_channel(host: str, port: int, secret: str) -> str:
+    return f"{_TCP}{host}:{port}/{secret}"
+
+
+def connect_channel(channel: str) -> socket.socket:
+    """A rank's side of a channel; see [Note: channels]."""
+    if not channel.startswith(_TCP):
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(channel)
+        return peer
+    address, _, secret = channel.removeprefix(_TCP).partition("/")
+    host, _, port = address.rpartition(":")
+    try:
+        peer = socket.create_connection((host, int(port)), _CONNECT_S)
+    except OSError as error:
+        raise RunError(f"this rank cannot reach the server at {address}: {(error.strerror or str(error)).lower()}") from None
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.sendall(secret.encode() + b"\n")
+    return peer
 
 
 class LineSocket:

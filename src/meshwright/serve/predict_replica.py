@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from meshwright.execute.rank_device import setup_device
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from meshwright.serve.input_specs import specs_to_data
 from meshwright.serve.loading import load_model
+from meshwright.serve.messages import connect_channel
 from meshwright.serve.model_inputs import find_inputs
 from meshwright.serve.model_source import ModelSource
 from meshwright.serve.pooling import Pooling, find_pooling, make_pooled
@@ -42,11 +42,13 @@ class PredictOptions:
 
 
 def serve_predict_rank(
-    rank: int, world: int, init_method: str, source: Mapping[str, Any], plan: Mapping[str, Any], options: Mapping[str, Any], channel: str
-) -> None:
-    """One rank of a replica. The first connects to the Unix socket `channel`; the replica ends when that is closed."""
+    rank: int, world: int, init_method: str, source: Mapping[str, Any], plan: Mapping[str, Any], options: Mapping[str, Any], channel: str,
+    local_rank: int | None = None,
+) -> None:  # fmt: skip
+    """One rank of a replica. The first connects to `channel`; the replica ends when that is closed. `local_rank`: the device among those
+    that this process sees."""
     own = from_data(Plan, plan, "plan")
-    local = own.device_order[rank] if own.device_order else rank
+    local = local_rank if local_rank is not None else own.device_order[rank] if own.device_order else rank
     device = setup_device(own.device_of(rank, local), own.threads)
     join_process_group(Rendezvous(rank, world, init_method, own.backend, device.type, local, own.sync.timeout_s))
     try:
@@ -54,8 +56,7 @@ def serve_predict_rank(
         if rank:
             predictor.follow()
             return
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(channel)
+        with connect_channel(channel) as peer:
             predictor.serve(TensorSocket(peer))
     finally:
         leave_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from meshwright.core.serialization import from_data
 from meshwright.execute.rank_device import setup_device
 from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 from meshwright.serve.engine import Engine
-from meshwright.serve.messages import LineSocket, decode_params, encode_event
+from meshwright.serve.messages import LineSocket, connect_channel, decode_params, encode_event
 from meshwright.serve.model_source import ModelSource
 from meshwright.serve.replica import Replica, StepSender, follow_steps, make_replica
 from meshwright.serve.requests import TokenEvent
@@ -24,11 +23,13 @@ _STATS_S = 0.5  # between reports of counters
 
 
 def serve_rank(
-    rank: int, world: int, init_method: str, source: Mapping[str, Any], plan: Mapping[str, Any], end_tokens: list[int], channel: str
-) -> None:
-    """One rank of a replica. The first connects to the Unix socket `channel`; the replica ends when that is closed."""
+    rank: int, world: int, init_method: str, source: Mapping[str, Any], plan: Mapping[str, Any], end_tokens: list[int], channel: str,
+    local_rank: int | None = None,
+) -> None:  # fmt: skip
+    """One rank of a replica. The first connects to `channel`; the replica ends when that is closed. `local_rank`: the device among those
+    that this process sees."""
     own = from_data(Plan, plan, "plan")
-    local = own.device_order[rank] if own.device_order else rank
+    local = local_rank if local_rank is not None else own.device_order[rank] if own.device_order else rank
     device = setup_device(own.device_of(rank, local), own.threads)
     join_process_group(Rendezvous(rank, world, init_method, own.backend, device.type, local, own.sync.timeout_s))
     try:
@@ -36,8 +37,7 @@ def serve_rank(
         if rank:
             follow_steps(replica.decoder, replica.loaded.applied.groups.world)
             return
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(channel)
+        with connect_channel(channel) as peer:
             ReplicaLoop(replica, replica.make_engine(tuple(end_tokens)), LineSocket(peer)).run()
     finally:
         leave_process_group()

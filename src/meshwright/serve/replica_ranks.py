@@ -25,6 +25,10 @@ class ReplicaRanks(Protocol):
     def pids(self) -> list[int]:
         """Processes on this machine."""
 
+    @property
+    def host(self) -> str:
+        """This machine's address, as the ranks can reach it; empty where they are on it, and need none."""
+
     async def open(self, world: int) -> None:
         """Start so many ranks. Raises what prevents it."""
 
@@ -52,6 +56,10 @@ class LocalRanks:
     @property
     def pids(self) -> list[int]:
         return self._pool.pids if self._pool is not None else []
+
+    @property
+    def host(self) -> str:
+        return ""
 
     async def open(self, world: int) -> None:
         async with self._changing:

@@ -56,12 +56,10 @@ class ModelService:
     """One model with its replicas and its ASGI application. `make_ranks` says where replicas run."""
 
     def __init__(
-        self, config: ServeConfig, run_dir: Path, environ: Mapping[str, str], say: Say, log: Callable[[dict[str, Any]], None], *, api_key: str = "",
-        make_ranks: Callable[[], ReplicaRanks] | None = None,
+        self, config: ServeConfig, model: ServedModel, run_dir: Path, environ: Mapping[str, str], log: Callable[[dict[str, Any]], None], *,
+        api_key: str = "", make_ranks: Callable[[], ReplicaRanks] | None = None,
     ) -> None:  # fmt: skip
-        require_packages()
-        self._config, self._run_dir, self._environ, self._log = config, run_dir, environ, log
-        self.model: ServedModel = prepare_served(config, run_dir, environ, say)
+        self._config, self.model, self._run_dir, self._environ, self._log = config, model, run_dir, environ, log
         self.name = config.served_name or self.model.source.name
         self.metrics = ServiceMetrics()
         kind: type[AsyncReplica] = TextReplica if self.model.source.kind == "text" else PredictReplica
@@ -99,6 +97,11 @@ class ModelService:
         has_chat = self.model.codec is not None and self.model.codec.has_chat
         return {**self.replicas.facts, "replicas": replicas, "restarts": self.replicas.restarts, "has_chat": has_chat}
 
+    def describe(self) -> dict[str, Any]:
+        """What is served, once it is ready."""
+        model = self.model
+        return {"model": self.name, "kind": model.source.kind, "plan": model.plan.summary(), "replica": self.replicas.facts}
+
     def _find_newest(self) -> ModelSource:
         return replace(find_served(self._config, self._run_dir, self._environ), draft=self.model.source.draft)
 
@@ -135,8 +138,9 @@ class Server:
     """One model over HTTP."""
 
     def __init__(self, config: ServeConfig, run_dir: Path, environ: Mapping[str, str], say: Say, log: TextIO, api_key: str = "") -> None:
-        self._config, self._say, self._log_file = config, say, log
-        self.service = ModelService(config, run_dir, environ, say, self._log, api_key=api_key)
+        require_packages()
+        self._config, self._say = config, say
+        self.service = ModelService(config, prepare_served(config, run_dir, environ, say), run_dir, environ, line_logger(log), api_key=api_key)
 
     def run(self, listener: socket.socket, announce: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         """Serve until SIGINT or SIGTERM; requests under way are then answered. `announce` is told the address when requests are taken."""
@@ -175,14 +179,16 @@ class Server:
         started, count, service = time.monotonic(), self.service.model.replicas, self.service
         self._say(f"starting {count} replica{'s' * (count > 1)}")
         await service.replicas.start()
-        facts = service.replicas.facts
-        for note in filter(None, [facts.get("note"), *facts.get("reasons", []), *_about_embeddings(facts)]):
-            self._say(str(note))
-        self._say(f"ready in {time.monotonic() - started:.1f} s: {url} (Ctrl-C stops)")
-        announce({"url": url, "model": service.name, "kind": service.model.source.kind, "plan": service.model.plan.summary(), "replica": facts})
+        announce_ready(service.describe(), url, time.monotonic() - started, self._say, announce)
 
-    def _log(self, line: dict[str, Any]) -> None:
-        print(json.dumps(line, ensure_ascii=False, default=str), file=self._log_file, flush=True)
+
+def announce_ready(found: Mapping[str, Any], url: str, seconds: float, say: Say, announce: Callable[[dict[str, Any]], None]) -> None:
+    """Say that a model is served, and where."""
+    facts = found["replica"]
+    for note in filter(None, [facts.get("note"), *facts.get("reasons", []), *_about_embeddings(facts)]):
+        say(str(note))
+    say(f"ready in {seconds:.1f} s: {url} (Ctrl-C stops)")
+    announce({"url": url, **found})
 
 
 def _url(listener: socket.socket) -> str:
@@ -208,6 +214,11 @@ def require_packages() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise RequestError(f"the server needs a package that is not installed ({error.name}): {INSTALL_HINT}") from None
+
+
+def line_logger(file: TextIO) -> Callable[[dict[str, Any]], None]:
+    """Writes one JSON line for each call."""
+    return lambda line: print(json.dumps(line, ensure_ascii=False, default=str), file=file, flush=True)
 
 
 def open_log(path: str) -> TextIO:
