@@ -14,7 +14,7 @@ from meshwright.core.plan import Plan
 from meshwright.serve.async_replica import ReplicaJob
 from meshwright.serve.messages import LineSocket, connect_channel
 from meshwright.serve.model_source import ModelSource
-from meshwright.serve.replica_ranks import in_thread
+from meshwright.serve.replica_ranks import LocalRanks, in_thread
 from meshwright.serve.text_replica import TextReplica
 
 
@@ -80,3 +80,27 @@ def test_a_server_that_cannot_be_reached_is_named() -> None:
         port = listener.getsockname()[1]
     with pytest.raises(RunError, match=f"cannot reach the server at 127.0.0.1:{port}: connection refused"):
         connect_channel(f"tcp://127.0.0.1:{port}/secret")
+
+
+def test_each_replica_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Pool:
+        pids = (1, 2)
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def call(self, target: str, kwargs: dict[str, Any]) -> None:
+            calls.append(kwargs["devices"])
+
+    monkeypatch.setattr("meshwright.serve.replica_ranks.WorkerPool", Pool)
+    monkeypatch.setattr("meshwright.serve.replica_ranks.ForkServer", lambda *_: None)
+
+    async def use(number: int) -> None:
+        ranks = LocalRanks(1, {}, first_device=2 * number)
+        await ranks.open(2)
+        await ranks.run("module:function", {})
+
+    for number in range(2):
+        asyncio.run(use(number))
+    assert calls == [[0, 1], [2, 3]]

@@ -135,7 +135,7 @@ class RayRanks:
             init_method = await actors[0].address.remote()
         except RayError as error:
             raise RankFailure(_death(0, error)) from None
-        shared = {**kwargs, "world": len(actors), "init_method": init_method, "local_rank": 0}
+        shared = {**kwargs, "world": len(actors), "init_method": init_method, "devices": [0] * len(actors)}  # Ray shows a rank its own device only
         calls = {
             asyncio.ensure_future(_outcome(rank, actor.run.remote(target, {**shared, "rank": rank}))) for rank, actor in enumerate(actors)
         }  # fmt: skip

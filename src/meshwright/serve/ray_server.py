@@ -52,7 +52,7 @@ class Ingress:
             os.chdir(folder)
         bundle = rank_bundle(model.plan)
         self._service = ModelService(
-            config, model, Path(run_dir), os.environ, line_logger(open_log(log)), api_key=api_key, make_ranks=lambda: RayRanks(bundle, folder)
+            config, model, Path(run_dir), os.environ, line_logger(open_log(log)), api_key=api_key, make_ranks=lambda _: RayRanks(bundle, folder)
         )
         self._opening = asyncio.create_task(self._service.replicas.start())
         self._watching = asyncio.create_task(self._service.reload_regularly())

@@ -72,12 +72,13 @@ class Replica:
         }  # fmt: skip
 
 
-def make_replica(source: ModelSource, plan: Plan, *, say: Callable[[str], None] = lambda _: None) -> Replica:
-    """Load the model, find the quickest right way to run it, and give it key-value memory. Collective: every rank of the plan calls it."""
+def make_replica(source: ModelSource, plan: Plan, device: torch.device | None = None, *, say: Callable[[str], None] = lambda _: None) -> Replica:
+    """Load the model, find the quickest right way to run it, and give it key-value memory. Collective: every rank of the plan calls it, with its
+    device, which is the first one unless given."""
     started = time.perf_counter()
     if plan.compile != "none":
         keep_compiled_code()
-    device = torch.device(plan.device_of(0, 0)) if plan.world == 1 else torch.device(plan.device)
+    device = device or torch.device(plan.device_of(0, 0))
     task = source.load_task()
     loaded = load_model(source, task, plan, device)
     say(f"loaded in {time.perf_counter() - started:.1f} s")

@@ -24,16 +24,17 @@ _STATS_S = 0.5  # between reports of counters
 
 def serve_rank(
     rank: int, world: int, init_method: str, source: Mapping[str, Any], plan: Mapping[str, Any], end_tokens: list[int], channel: str,
-    local_rank: int | None = None,
+    devices: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """One rank of a replica. The first connects to `channel`; the replica ends when that is closed. `local_rank`: the device among those
-    that this process sees."""
+    """One rank of a replica. The first connects to `channel`; the replica ends when that is closed. `devices`: of each rank,
+    among those that its process sees; in order unless given."""
     own = from_data(Plan, plan, "plan")
-    local = local_rank if local_rank is not None else own.device_order[rank] if own.device_order else rank
+    place = own.device_order[rank] if own.device_order else rank
+    local = devices[place] if devices else place
     device = setup_device(own.device_of(rank, local), own.threads)
     join_process_group(Rendezvous(rank, world, init_method, own.backend, device.type, local, own.sync.timeout_s))
     try:
-        replica = make_replica(from_data(ModelSource, source, "source"), own)
+        replica = make_replica(from_data(ModelSource, source, "source"), own, device)
         if rank:
             follow_steps(replica.decoder, replica.loaded.applied.groups.world)
             return

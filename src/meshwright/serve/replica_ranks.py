@@ -45,8 +45,8 @@ class ReplicaRanks(Protocol):
 class LocalRanks:
     """Ranks that are forked from a fork server of their own, which outlives them."""
 
-    def __init__(self, threads: int, environ: Mapping[str, str]) -> None:
-        self._threads, self._environ = threads, environ
+    def __init__(self, threads: int, environ: Mapping[str, str], first_device: int = 0) -> None:
+        self._threads, self._environ, self._first_device = threads, environ, first_device
         self._fork_server: ForkServer | None = None
         self._pool: WorkerPool | None = None
         self._changing = asyncio.Lock()  # two pools must not talk to one fork server
@@ -80,8 +80,9 @@ class LocalRanks:
     async def run(self, target: str, kwargs: Mapping[str, Any]) -> None:
         assert self._pool is not None
         self._idle.clear()
+        devices = [self._first_device + rank for rank in range(len(self._pool.pids))]
         try:
-            await in_thread(self._pool.call, target, kwargs)
+            await in_thread(self._pool.call, target, {**kwargs, "devices": devices})
         except (OSError, ValueError) as error:
             raise RunError(f"the replica ended: {error}") from None
         finally:

@@ -46,10 +46,11 @@ class BusyError(MeshwrightError):
 
 
 class ReplicaSet(Generic[R]):
-    """`count` replicas of one job, made by `make_replica(name, job, ranks)` on ranks from `make_ranks`."""
+    """`count` replicas of one job, made by `make_replica(name, job, ranks)` on ranks from
+    `make_ranks(number)`."""
 
     def __init__(
-        self, make_replica: Callable[[str, ReplicaJob, ReplicaRanks], R], job: ReplicaJob, make_ranks: Callable[[], ReplicaRanks], *,
+        self, make_replica: Callable[[str, ReplicaJob, ReplicaRanks], R], job: ReplicaJob, make_ranks: Callable[[int], ReplicaRanks], *,
         count: int = 1, hang_timeout_s: float = 300.0, log: Log = lambda kind, **facts: None,
     ) -> None:  # fmt: skip
         self.job, self.count, self.log, self._hang_timeout_s = job, count, log, hang_timeout_s
@@ -115,7 +116,7 @@ class ReplicaSet(Generic[R]):
 
     async def _start_all(self, job: ReplicaJob) -> list[R]:
         self._generation += 1
-        made = [self._make_replica(f"{self._generation}-{i}", job, self._make_ranks()) for i in range(self.count)]
+        made = [self._make_replica(f"{self._generation}-{i}", job, self._make_ranks(i)) for i in range(self.count)]
         try:
             results = await asyncio.gather(*(replica.start() for replica in made), return_exceptions=True)
             if failed := [result for result in results if isinstance(result, BaseException)]:

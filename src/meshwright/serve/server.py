@@ -53,17 +53,18 @@ def check_address(host: str, port: int, api_key: str) -> socket.socket:
 
 
 class ModelService:
-    """One model with its replicas and its ASGI application. `make_ranks` says where replicas run."""
+    """One model with its replicas and its ASGI application. `make_ranks` says where a replica runs, by its number."""
 
     def __init__(
         self, config: ServeConfig, model: ServedModel, run_dir: Path, environ: Mapping[str, str], log: Callable[[dict[str, Any]], None], *,
-        api_key: str = "", make_ranks: Callable[[], ReplicaRanks] | None = None,
+        api_key: str = "", make_ranks: Callable[[int], ReplicaRanks] | None = None,
     ) -> None:  # fmt: skip
         self._config, self.model, self._run_dir, self._environ, self._log = config, model, run_dir, environ, log
         self.name = config.served_name or self.model.source.name
         self.metrics = ServiceMetrics()
         kind: type[AsyncReplica] = TextReplica if self.model.source.kind == "text" else PredictReplica
-        own_ranks: Callable[[], ReplicaRanks] = lambda: LocalRanks(self.model.plan.threads or 1, environ)  # noqa: E731
+        plan = self.model.plan
+        own_ranks: Callable[[int], ReplicaRanks] = lambda number: LocalRanks(plan.threads or 1, environ, number * plan.world)  # noqa: E731
         self.replicas: ReplicaSet[Any] = ReplicaSet(
             kind, self.model.job, make_ranks or own_ranks, count=self.model.replicas, hang_timeout_s=config.hang_timeout_s, log=self._note
         )  # fmt: skip
