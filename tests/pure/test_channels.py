@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.core.errors import RunError
+from meshwright.core.errors import MeshwrightError, RunError
 from meshwright.core.plan import Plan
 from meshwright.serve.async_replica import ReplicaJob
 from meshwright.serve.messages import LineSocket, connect_channel
@@ -50,7 +50,9 @@ class Elsewhere:
                 peer.sendall(b'{"ready": {"plan": "a stranger\'s"}}\n')
                 peer.shutdown(socket.SHUT_WR)
                 assert peer.recv(1) == b""
-        except (ConnectionError, RunError):  # closed with bytes unread, or the listener is gone
+        except TimeoutError:
+            raise
+        except (OSError, RunError):  # closed with bytes unread, perhaps before the shutdown, or the listener is gone
             pass
         self.refused += 1
 
@@ -73,6 +75,16 @@ def test_only_the_first_rank_is_listened_to() -> None:
 
     replica, ranks = asyncio.run(talk())
     assert replica.facts == {"plan": "mine"} and ranks.refused == 5 and replica.failure == ""
+
+
+def test_ranks_that_end_for_any_reason_end_the_start() -> None:
+    class Broken(Elsewhere):
+        async def run(self, target: str, kwargs: Mapping[str, Any]) -> None:
+            raise OSError(9, "planted")
+
+    replica = TextReplica("r", ReplicaJob("", ModelSource("m", "m"), Plan("m", 1)), Broken())
+    with pytest.raises(MeshwrightError, match="the replica ended: OSError: .*planted"):
+        asyncio.run(asyncio.wait_for(replica.start(), 20))
 
 
 def test_a_server_that_cannot_be_reached_is_named() -> None:

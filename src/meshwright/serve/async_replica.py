@@ -131,6 +131,9 @@ class AsyncReplica(ABC):
             await self.ranks.run(self.job.target, self.job.arguments(channel))
         except MeshwrightError as error:
             self.failure, self._error = str(error), error
+        except Exception as error:  # whatever it is, who waits for the replica must hear of its end
+            self.failure = f"{type(error).__name__}: {error}"
+            self._error = MeshwrightError(f"the replica ended: {self.failure}")
         self.state = "dead"
         self._give_up()
         self.ended.set()
