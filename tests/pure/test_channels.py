@@ -83,7 +83,7 @@ def test_ranks_that_end_for_any_reason_end_the_start() -> None:
             raise OSError(9, "planted")
 
     replica = TextReplica("r", ReplicaJob("", ModelSource("m", "m"), Plan("m", 1)), Broken())
-    with pytest.raises(MeshwrightError, match="the replica ended: OSError: .*planted"):
+    with pytest.raises(MeshwrightError, match=r"the replica ended: OSError: .*planted"):
         asyncio.run(asyncio.wait_for(replica.start(), 20))
 
 
