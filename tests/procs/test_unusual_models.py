@@ -47,7 +47,7 @@ def refusal(kind: str, mesh: str, constraints: dict[str, Any]) -> str:
 @pytest.mark.parametrize("kind", unusual_models.KINDS)
 def test_every_plan_runs_the_models_own_code_or_is_refused(pool: Any, kind: str, mesh: str, constraints: dict[str, Any]) -> None:
     if reason := refusal(kind, mesh, constraints):
-        with pytest.raises(RankFailure, match=f"(RequestError|UntraceableError): .*{reason}"):
+        with pytest.raises(RankFailure, match=reason):
             pool.run("procs.unusual_models:train", world=2, kind=kind, mesh=mesh, **constraints)
         return
     found = pool.run("procs.unusual_models:train", world=2, kind=kind, mesh=mesh, **constraints)
