@@ -168,6 +168,15 @@ def test_a_module_that_says_nothing_of_itself(serve: Serve) -> None:
     assert server.request("/predict", {"instances": [[1, 2, 3]]})[0] == 400  # integers stay integers where no type is known
 
 
+@pytest.mark.prove
+def test_a_compiled_model_answers_the_same(serve: Serve) -> None:
+    server, model = serve(f"{MODELS}:Plain", "--set", "compile=true", "--set", "batch_sizes=[4]"), born(predict_models.Plain)
+    x = draw(6, 3)
+    with torch.inference_mode():
+        close(ask_together(server, [{"x": row.tolist()} for row in x]), model(x).tolist())
+    assert "compile model" in server.request("/v1/plan")[1]["plan"]
+
+
 def test_samples_that_would_meet_are_computed_alone(serve: Serve) -> None:
     server = serve(f"{MODELS}:Meeting", "--set", "max_wait_ms=100")
     assert server.request("/v1/plan")[1]["batches_samples"] is False

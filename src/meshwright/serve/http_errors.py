@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +17,8 @@ from meshwright.serve.openai_schema import error_body
 from meshwright.serve.replica_set import BusyError, DeadlineError, NotReadyError, OverloadedError
 
 _NOT_READY_RETRY_S = 1
+_SHOULD = "input should be "
+_TYPE = re.compile(r"str|int|float|bool|list\[.*\]|dict\[.*\]")
 
 
 class UnknownModelError(RequestError):
@@ -79,11 +84,23 @@ def explained(error: Exception) -> JSONResponse:
 
 
 def _first_problem(error: RequestValidationError) -> tuple[str, str, str | None]:
+    """What is wrong with the first wrong field, the error's type, and the field's name."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", "invalid_request_error", None
-    name = ".".join(place)
-    reason = {"extra_forbidden": "it is not known: leave it out", "missing": "it is missing"}.get(first["type"], "")
-    reason = reason or str(first["msg"]).removeprefix("Value error, ")
-    return f"{name}: {reason[0].lower()}{reason[1:]}" if name else reason, "invalid_request_error", place[0] if place else None
+    place = _place(first)
+    reasons = dict.fromkeys(_reason(other) for other in error.errors() if _place(other) == place)  # of each type that the field may have
+    name, reason = ".".join(place), " or ".join(reasons).replace(f" or {_SHOULD}", " or ")
+    return f"{name}: {reason}" if name else reason, "invalid_request_error", place[0] if place else None
+
+
+def _place(problem: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of fields that lead to a problem. Of a field that may have several types, pydantic puts the type after its name: that ends it."""
+    parts = [str(part) for part in problem["loc"] if part != "body"]
+    return tuple(takewhile(lambda part: not _TYPE.fullmatch(part), parts))
+
+
+def _reason(problem: Mapping[str, Any]) -> str:
+    known = {"extra_forbidden": "it is not known: leave it out", "missing": "it is missing"}
+    reason = known.get(problem["type"]) or str(problem["msg"]).removeprefix("Value error, ")
+    return f"{reason[:1].lower()}{reason[1:]}"

@@ -75,6 +75,8 @@ class Predictor:
         self._compute_s = 0.0
         with torch.inference_mode():
             self._inputs = find_inputs(loaded.model, task, device)
+            if plan.compile != "none":
+                loaded.model.forward = torch.compile(loaded.model.forward)  # type: ignore[method-assign]
             self._kinds = {"predict": PredictModel(bind_model(loaded.model, self._inputs), options.sizes, self._agreed)}
             self._embedding = self._find_embedding(loaded.model, source, options)
             note = self._try_out()

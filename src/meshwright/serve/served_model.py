@@ -12,6 +12,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import to_data
 from meshwright.core.serve_policy import ServePolicy
+from meshwright.core.workload import Precision
 from meshwright.describe.discover import discover
 from meshwright.plan import check_inference_mesh
 from meshwright.serve.async_replica import ReplicaJob
@@ -80,7 +81,8 @@ def plan_predictions(config: ServeConfig, source: ModelSource, environ: Mapping[
         return replace(plan, compile="model" if config.compile else plan.compile), replicas or plan.serve.replicas
     cluster = discover(environ, ranks=mesh.size * (replicas or 1))
     constraints = make_constraints(config, cluster.devices[0].kind)
-    constraints = replace(constraints, precision="fp32" if config.precision == "auto" else config.precision)
+    precision: Precision = "fp32" if config.precision == "auto" else config.precision
+    constraints = replace(constraints, precision=precision, compile="model" if config.compile else "none")  # each size of a batch takes a minute
     task = source.load_task()
     if mesh.size > 1 and not task.fields:
         raise RequestError(f"{source.name}: to split it, its inputs must be known: give the module `fields`, a mapping of names to meshwright Field")
