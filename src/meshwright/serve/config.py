@@ -45,9 +45,7 @@ class ServeConfig(BaseModel):
         PAGE_TOKENS, ge=1, le=1_000_000, description="tokens in a page of key-value memory; as many as context: one page a sequence"
     )
     kv_pages: int = Field(0, ge=0, description="pages of key-value memory; 0: what the sequences can need, as far as it fits")
-    compile: bool | None = Field(
-        None, description="compile the model when it is loaded: quicker steps, after a minute or more; unless given, models of text on GPUs"
-    )
+    compile: bool | None = Field(None, description="quicker steps, after a minute or more at the start; unless given, for texts on GPUs")
     threads: int = Field(0, ge=0, le=4096, description="CPU threads of a rank; 0: its share of the cores")
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="of sampling; answers are then the same each time")
 
