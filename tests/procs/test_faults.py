@@ -138,13 +138,15 @@ CASES: dict[tuple[str, str], Case] = {
     ("SIGTERM", "one rank"): signalled(signal.SIGTERM, "one rank"),
     ("SIGKILL", "supervisor"): signalled(signal.SIGKILL, "supervisor"),
     ("SIGKILL", "fork server"): signalled(signal.SIGKILL, "fork server"),
-    ("SIGKILL", "one rank"): signalled(signal.SIGKILL, "one rank"),
+    ("SIGKILL", "one rank"): signalled(signal.SIGKILL, "one rank", steps=SHORT),
+    ("SIGKILL, max_restarts=0", "one rank"): signalled(signal.SIGKILL, "one rank", "--set", "max_restarts=0"),
     ("SIGSTOP", "supervisor"): stopped_for_a_while("supervisor"),
     ("SIGSTOP", "fork server"): stopped_for_a_while("fork server"),
-    ("SIGSTOP", "one rank"): signalled(signal.SIGSTOP, "one rank", "--set", "timeout_s=15"),
-    ("sleep longer than timeout_s", "one rank"): misbehaving("sleep", "--set", "timeout_s=15"),
+    ("SIGSTOP", "one rank"): signalled(signal.SIGSTOP, "one rank", "--set", "timeout_s=15", steps=SHORT),
+    ("SIGSTOP, max_restarts=0", "one rank"): signalled(signal.SIGSTOP, "one rank", "--set", "timeout_s=15", "--set", "max_restarts=0"),
+    ("sleep longer than timeout_s, max_restarts=0", "one rank"): misbehaving("sleep", "--set", "timeout_s=15", "--set", "max_restarts=0"),
     ("exception", "one rank"): misbehaving("exception"),
-    ("exit 3", "one rank"): misbehaving("exit 3"),
+    ("exit 3 in every generation", "one rank"): misbehaving("exit 3", "--set", "snapshot_every=none"),
     ("disk full", "supervisor"): full_disk("supervisor"),
     ("disk full", "one rank"): full_disk("one rank"),
     ("read-only run folder", "supervisor"): refused("--run-dir", "file/runs"),
@@ -161,7 +163,8 @@ QUICK = {
     ("SIGKILL", "fork server"),
     ("read-only run folder", "supervisor"),
     ("descriptor limit", "supervisor"),
-    ("exit 3", "one rank"),
+    ("SIGKILL", "one rank"),
+    ("exit 3 in every generation", "one rank"),
 }
 
 
@@ -183,7 +186,9 @@ def test_a_fault_does_what_the_table_says(row: Row, tmp_path: Path, measured: No
     if "run folder" in row.left:
         assert bool(outcome.stops) == (row.exit in (130, 143))
         ranks = [fault["rank"] for fault in outcome.faults]
-        assert ranks == ([] if row.exit != 1 or row.fault == "disk full" else [1] if row.hits == "one rank" else [-1])
+        restarts = 3 * ("in every generation" in row.fault) + ("goes on from" in row.seen)
+        ends = row.exit == 1 and row.fault != "disk full"
+        assert ranks == [1 if row.hits == "one rank" else -1] * (restarts + ends)
 
 
 @pytest.mark.parametrize(

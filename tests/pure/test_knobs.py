@@ -20,6 +20,7 @@ NO_KNOBS = {
     "weight_decay", "betas", "adam_eps", "lr_schedule", "warmup_steps", "clip", "validate_every", "validate_batches", "plan", "strategy", "devices",
     "cluster", "precision", "objective", "price", "watts", "run_dir", "name", "log_interval", "profile", "tensorboard", "prometheus_port",
     "on_nan", "digest", "verify", "checkpoint_every", "keep_checkpoints", "keep_every", "mtbf_h", "resume", "init_from", "allow_changes", "export",
+    "snapshot_every", "max_restarts",
 }  # fmt: skip
 FOUND_LATER = {"routes", "nodes", "reorder", "flow"}  # constraints that no user writes: they follow from measurements and from the model
 

@@ -16,6 +16,7 @@ class Event:
     kind: str  # start, applied, step, validation, fault, stop, end …
     step: int = -1
     data: Mapping[str, Any] = field(default_factory=dict)
+    generation: int = 0  # how often the ranks had been restarted
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -17,18 +19,38 @@ def average_buffers(applied: AppliedPlan) -> None:
         return
     samples = plan.sample_range(plan.mesh.data_rank(applied.groups.rank))[1]
     weight = samples * plan.mesh.data_parallel_size / (plan.global_batch * comm.size)  # ranks along cp have the same samples
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in applied.model.buffers():
+    for different in map(list, map(dict.values, _differing_buffers(applied))):
+        mean = torch.cat([b.reshape(-1) for b in different]).mul_(weight)
+        comm.all_reduce(mean, "buffers").wait()
+        for buffer, part in zip(different, mean.split([b.numel() for b in different]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+@torch.no_grad()
+def own_buffers(applied: AppliedPlan) -> dict[str, Tensor]:
+    """Copies of the buffers that `average_buffers` would change now, by name. Collective."""
+    return {name: buffer.clone() for different in _differing_buffers(applied) for name, buffer in different.items()}
+
+
+@torch.no_grad()
+def set_buffers(applied: AppliedPlan, values: Mapping[str, Tensor]) -> None:
+    buffers = dict(applied.model.named_buffers())
+    for name, value in values.items():
+        buffers[name].copy_(value)
+
+
+def _differing_buffers(applied: AppliedPlan) -> Iterator[dict[str, Tensor]]:
+    """For each dtype that has some, the floating-point buffers that differ between data ranks, by name. Collective."""
+    comm = applied.groups.data
+    by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, buffer in applied.model.named_buffers() if comm.size > 1 else ():
         if buffer.is_floating_point() and buffer.numel():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            by_dtype.setdefault(buffer.dtype, {})[name] = buffer
     for buffers in by_dtype.values():
-        values = torch.cat([b.reshape(-1) for b in buffers])
+        values = torch.cat([b.reshape(-1) for b in buffers.values()])
         extremes = torch.cat([values, -values])
         comm.all_reduce(extremes, "buffers/extremes", "max").wait()
-        sizes = [b.numel() for b in buffers]
-        spans = zip(buffers, *(part.split(sizes) for part in extremes.chunk(2)), strict=True)
-        if different := [buffer for buffer, largest, least in spans if not torch.equal(largest, -least)]:
-            mean = torch.cat([b.reshape(-1) for b in different]).mul_(weight)
-            comm.all_reduce(mean, "buffers").wait()
-            for buffer, part in zip(different, mean.split([b.numel() for b in different]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+        sizes = [b.numel() for b in buffers.values()]
+        spans = zip(buffers.items(), *(part.split(sizes) for part in extremes.chunk(2)), strict=True)
+        if different := {name: buffer for (name, buffer), largest, least in spans if not torch.equal(largest, -least)}:
+            yield different

@@ -61,14 +61,30 @@ class SaveState:
     rank: Mapping[str, Any]
 
 
-class CheckpointSaver:
-    """Writes checkpoints of one run into `root`. `versions` names the software; `kept` says which steps to remove after a save."""
+class Staging:
+    """Host memory for the copy that a save is written from, and the thread that writes it. Savers of one run share it: one writes at a time."""
 
-    def __init__(self, applied: AppliedPlan, root: Path, versions: Mapping[str, str], steps_to_remove: Callable[[Sequence[int]], list[int]]) -> None:
-        self.applied, self.root = applied, root
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.thread: threading.Thread | None = None
+
+    def wait(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+
+class CheckpointSaver:
+    """Writes checkpoints of one run into `root`. `versions` names the software; `steps_to_remove` says which to remove after a save; `noun` is what
+    messages call a save."""
+
+    def __init__(
+        self, applied: AppliedPlan, root: Path, versions: Mapping[str, str], steps_to_remove: Callable[[Sequence[int]], list[int]],
+        *, staging: Staging | None = None, noun: str = "checkpoint",
+    ) -> None:  # fmt: skip
+        self.applied, self.root, self.noun = applied, root, noun
+        self.staging = staging if staging is not None else Staging()
         self._versions, self._steps_to_remove = dict(versions), steps_to_remove
-        self._thread: threading.Thread | None = None
-        self._staging: Tensor | None = None
         self._reports: list[SaveReport] = []
 
     def save(self, state: SaveState, *, wait: bool = False) -> None:
@@ -91,18 +107,17 @@ class CheckpointSaver:
         if staged is None or wait:
             job.run()
         else:
-            self._thread = threading.Thread(target=job.run, name="checkpoint", daemon=True)
-            self._thread.start()
+            self.staging.thread = threading.Thread(target=job.run, name=self.noun, daemon=True)
+            self.staging.thread.start()
 
     def wait(self) -> None:
         """Wait until this rank's part of the last save is on the disk, and on the first rank the whole."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.staging.wait()
 
     @property
     def is_writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a save of this or of a saver that shares its staging is being written."""
+        return self.staging.thread is not None and self.staging.thread.is_alive()
 
     def take_reports(self) -> list[SaveReport]:
         """Saves that have ended since the last call. On ranks other than the first they say how this rank's part went."""
@@ -116,10 +131,10 @@ class CheckpointSaver:
             checkpoint_folder.remove_leftovers(self.root)
             free = shutil.disk_usage(self.root).free
             if free < needed:
-                return f"the checkpoint of step {step} needs {show_bytes(needed)}, and {show_bytes(free)} are free in {self.root}"
+                return f"the {self.noun} of step {step} needs {show_bytes(needed)}, and {show_bytes(free)} are free in {self.root}"
             checkpoint_folder.begin_save(self.root, step)
         except OSError as error:
-            return f"the checkpoint of step {step} cannot be written to {self.root}: {(error.strerror or str(error)).lower()}"
+            return f"the {self.noun} of step {step} cannot be written to {self.root}: {(error.strerror or str(error)).lower()}"
         return ""
 
     def _stage(self, owned: Sequence[StatePiece], catalog: StateCatalog) -> list[Tensor] | None:
@@ -128,15 +143,16 @@ class CheckpointSaver:
         for piece in owned:
             offsets.append(total)
             total += -(-piece.view.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._staging is None or self._staging.numel() < total:
-            self._staging = None
+        buffer = self.staging.buffer
+        if buffer is None or buffer.numel() < total:
+            self.staging.buffer = buffer = None
             if total > _free_host_memory() * _STAGING_FRACTION / catalog.ranks_on_host:
                 return None
-            self._staging = torch.empty(total, dtype=torch.uint8, pin_memory=self.applied.plan.device == "cuda")
+            self.staging.buffer = buffer = torch.empty(total, dtype=torch.uint8, pin_memory=self.applied.plan.device == "cuda")
         copies = []
         for piece, offset in zip(owned, offsets, strict=True):
             view = piece.view
-            copies.append(self._staging[offset : offset + view.nbytes].view(view.dtype).view(view.shape))
+            copies.append(buffer[offset : offset + view.nbytes].view(view.dtype).view(view.shape))
             copies[-1].copy_(view, non_blocking=True)
         if self.applied.plan.device == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -164,7 +180,7 @@ class _SaveJob:
                 written = self._finish()
             seconds = time.monotonic() - self.started
         except Exception as failure:  # in a thread: what is not reported is lost
-            error = f"the checkpoint of step {self.state.step} was not written: {getattr(failure, 'strerror', None) or failure}".rstrip(".")
+            error = f"the {self.saver.noun} of step {self.state.step} was not written: {getattr(failure, 'strerror', None) or failure}".rstrip(".")
             if self.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
         if self.rank == 0 and not error:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import RequestError
 from meshwright.core.serialization import to_data
-from meshwright.execute.load_state import load_tensors, open_newest
-from meshwright.execute.random_state import random_state, set_random_state
+from meshwright.execute.averaged_buffers import own_buffers, set_buffers
+from meshwright.execute.load_state import load_tensors, open_newest, read_whole
+from meshwright.execute.random_state import random_state, set_random_state, state_from_text, state_to_text
 from meshwright.execute.save_state import SaveState
 from meshwright.execute.session import Session
+from meshwright.execute.state_dtypes import DTYPES, NAMES
 from meshwright.execute.state_pieces import optimizer_numbers
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # of an optimizer: they decide where its state is, not what it computes
@@ -38,10 +45,46 @@ def describe_session(session: Session, run: Mapping[str, Any], step: int | None 
     return SaveState(session.steps_done if step is None else step, {"session": own, **plain}, rank)
 
 
+@contextmanager
+def unaveraged(session: Session, state: SaveState) -> Iterator[SaveState]:
+    """The state with this rank's own buffers, which a save averages: a run that goes on from it is, to the last bit, one that was never saved. They
+    are what they were when the block ends. Collective."""
+    own = own_buffers(session.applied)
+    texts = {name: _tensor_to_text(buffer) for name, buffer in own.items()}
+    yield replace(state, rank={**state.rank, "buffers": texts}) if own else state
+    set_buffers(session.applied, own)
+
+
+def _tensor_to_text(tensor: Tensor) -> tuple[str, str, list[int]]:
+    return state_to_text(tensor.cpu().contiguous().view(-1).view(torch.uint8)), NAMES[tensor.dtype], list(tensor.shape)
+
+
+def _tensor_from_text(text: str, dtype: str, shape: list[int]) -> Tensor:
+    return state_from_text(text).view(DTYPES[dtype]).view(shape)
+
+
 def restore_session(session: Session, root: Path, step: int | None = None) -> tuple[Manifest, list[str]]:
     """Load the newest whole checkpoint in `root`, or the one of `step`, whatever plan and number of ranks wrote it. Returns its manifest, and what
     was wrong with newer ones. Collective."""
     folder, manifest, problems = open_newest(session.applied, root, step)
+    _load_session(session, folder, manifest)
+    return manifest, problems
+
+
+def restore_first_whole(session: Session, folders: Sequence[Path]) -> tuple[int, Manifest | None, list[str]]:
+    """Load the first of these checkpoints that is whole. Returns its index and manifest, and what was wrong with those before it; without any,
+    their number and None. Collective."""
+    problems: list[str] = []
+    for index, folder in enumerate(folders):
+        manifest, wrong = read_whole(session.applied, folder)
+        if manifest is not None:
+            _load_session(session, folder, manifest)
+            return index, manifest, problems
+        problems += wrong
+    return len(folders), None, problems
+
+
+def _load_session(session: Session, folder: Path, manifest: Manifest) -> None:
     own, kind = from_plain(manifest.state["session"]), type(session.optimizer).__name__
     if own["optimizer"] != kind:
         raise RequestError(f"{folder}: it was saved with {own['optimizer']}, and the optimizer is {kind} now: use {own['optimizer']}")
@@ -57,7 +100,9 @@ def restore_session(session: Session, root: Path, step: int | None = None) -> tu
     session.steps_done = own["steps_done"]
     rank, is_same_plan = session.applied.groups.rank, manifest.plan == to_data(session.applied.plan)
     set_random_state(manifest.rank_states[rank if is_same_plan else 0]["random"])
-    return manifest, problems
+    if is_same_plan:
+        buffers = manifest.rank_states[rank].get("buffers", {})
+        set_buffers(session.applied, {name: _tensor_from_text(*text) for name, text in buffers.items()})
 
 
 def from_plain(value: Any) -> Any:

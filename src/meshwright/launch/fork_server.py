@@ -4,7 +4,8 @@
 A fork copies only the calling thread. The command line's process has threads by the time ranks are needed (progress display,
 autograd, OpenMP), and CUDA must not be initialized before a fork; so ranks are forked from a clean process that does nothing but
 import. It starts while the command line is still planning. Workers die with it (PR_SET_PDEATHSIG), and it exits when the
-command line's end of the control socket closes, for whatever reason: no orphan is left, and no temporary folder.
+command line's end of the control socket closes, for whatever reason: no orphan is left, and no temporary folder, nor any other
+folder that it was told of (`remove_at_end`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ except Exception as error:
 run_fork_server()
 """
 _MAX_MESSAGE_BYTES = 1 << 16
+_END_PATIENCE_S = 5.0  # for killed workers to be gone, before their folders are removed
 
 
 class ForkServerExited(RunError):
@@ -65,7 +69,13 @@ class ForkServer:
             start_new_session=True,  # Ctrl-C in the terminal reaches only the command line, which stops the rest in order
             stdin=subprocess.DEVNULL,
         )
+        self._early_reports: deque[dict[str, Any]] = deque()  # exits that were reported while a worker was forked
         server_end.close()
+
+    def remove_at_end(self, folder: Path) -> None:
+        """Have the fork server remove a folder when this process ends, however it ends."""
+        with contextlib.suppress(ConnectionError):
+            self.control.send(json.dumps({"remove": str(folder)}).encode())
 
     def spawn(self, log: str | None) -> tuple[int, socket.socket]:
         """Fork one worker; returns its pid and the socket connected to it. ForkServerExited if the fork server has exited."""
@@ -76,13 +86,22 @@ class ForkServer:
             raise self._exited() from None
         finally:
             worker_end.close()
-        while "pid" not in (reply := self.next_report()):
+        while "pid" not in (reply := self._receive()):
             if "refused" in reply:
                 raise RunError(f"{reply['refused']}: raise the limit, or start fewer ranks with --nproc")
+            self._early_reports.append(reply)
         return int(reply["pid"]), peer
 
+    @property
+    def has_early_reports(self) -> bool:
+        """Whether `next_report` has an answer although nothing can be read from the control socket."""
+        return bool(self._early_reports)
+
     def next_report(self) -> dict[str, Any]:
-        """Block for {'pid': …} or {'ended': pid, 'status': …}; ForkServerExited when the fork server has exited."""
+        """Block for {'ended': pid, 'status': …}; ForkServerExited when the fork server has exited."""
+        return self._early_reports.popleft() if self._early_reports else self._receive()
+
+    def _receive(self) -> dict[str, Any]:
         try:
             data = self.control.recv(_MAX_MESSAGE_BYTES)
         except ConnectionError:
@@ -117,7 +136,7 @@ def describe_exit(code: int) -> str:
 
 def run_fork_server() -> None:
     """The fork server process: import, then fork on request until the control socket closes; then remove the temporary folder."""
-    control, folder = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    control, folders = socket.socket(fileno=int(sys.argv[1])), [sys.argv[2]]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for name in (*_PRELOAD, *sys.argv[3:]):
@@ -142,14 +161,22 @@ def run_fork_server() -> None:
             message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
             if not message:
                 break
-            if descriptors:
-                _fork_worker(json.loads(message), descriptors[0], control, children)
+            request = json.loads(message)
+            if "remove" in request:
+                folders.append(request["remove"])
+            elif descriptors:
+                _fork_worker(request, descriptors[0], control, children)
             else:  # the kernel drops a descriptor that would exceed the limit
                 control.send(json.dumps({"refused": "cannot start a rank: Too many open files"}).encode())
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+    deadline = time.monotonic() + _END_PATIENCE_S
+    while children and time.monotonic() < deadline:  # a worker that still writes would make its folder anew
+        _reap_workers(children, control)
+        time.sleep(0.01)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reap_workers(children: set[int], control: socket.socket) -> None:

@@ -22,6 +22,7 @@ from meshwright.launch.worker_process import receive_message, send_message
 
 _ROOT_CAUSE_GRACE_S = 2.0  # after a rank reports a lost peer: how long to wait for the peer's own report
 _STOP_GRACE_S = 3.0
+_KILL_PATIENCE_S = 10.0  # for the fork server to report that killed workers are gone; a GPU's memory may take a while to be freed
 
 
 class RankFailure(MeshwrightError):
@@ -41,6 +42,7 @@ class _Worker:
     pid: int
     peer: socket.socket
     alive: bool = True
+    ended: bool = False  # the fork server has reported its exit
 
 
 class WorkerPool:
@@ -50,6 +52,7 @@ class WorkerPool:
         self._fork_server = fork_server
         self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="pool-", dir=fork_server.folder))  # rendezvous files of this pool
         self._call_count = 0
+        self.is_stopping = False  # an interrupt was passed on to the workers
         self._workers: list[_Worker] = []
         try:
             for rank in range(count):
@@ -96,6 +99,7 @@ class WorkerPool:
                 if not stop_grace_s or getattr(stop, "at_once", False):
                     raise
                 self._signal_alive(signal.SIGTERM)
+                self.is_stopping = True
                 deadline, stop_grace_s = time.monotonic() + stop_grace_s, 0.0
             if faults:
                 raise RankFailure(self._root_cause(workers, results, faults))
@@ -107,11 +111,12 @@ class WorkerPool:
 
     def _poll(self, waiting: list[_Worker], results: dict[int, Any], faults: list[Fault]) -> None:
         """Add the results and faults that arrive within 0.1 s."""
-        ready, _, _ = select.select([*(w.peer for w in waiting), self._fork_server.control], [], [], 0.1)
+        patience_s = 0.0 if self._fork_server.has_early_reports else 0.1
+        ready, _, _ = select.select([*(w.peer for w in waiting), self._fork_server.control], [], [], patience_s)
         for worker in waiting:
             if worker.peer in ready:
                 self._receive_result(worker, results, faults)
-        if self._fork_server.control in ready:
+        if self._fork_server.control in ready or self._fork_server.has_early_reports:
             self._handle_report(faults)
 
     def _receive_result(self, worker: _Worker, results: dict[int, Any], faults: list[Fault]) -> None:
@@ -130,12 +135,12 @@ class WorkerPool:
             report = self._fork_server.next_report()
         except ForkServerExited as error:
             for worker in self._workers:
-                worker.alive = False
+                worker.alive, worker.ended = False, True
             faults.append(Fault(time.time(), -1, "fork server", str(error)))
             return
         for worker in self._workers:
             if worker.pid == report.get("ended"):
-                worker.alive = False
+                worker.alive, worker.ended = False, True
                 how, _, hint = describe_exit(int(report["status"])).partition("; ")
                 faults.append(Fault(time.time(), worker.rank, how, f"the worker process ended{'; ' * bool(hint)}{hint}"))
 
@@ -156,6 +161,17 @@ class WorkerPool:
         if _is_timeout(first) and not _is_timeout(last):
             return Fault(last.time, last.rank, "Timeout", f"it came too late: rank {first.rank} waited for it: {first.message}")
         return first
+
+    def kill(self) -> bool:
+        """SIGKILL every worker, without a grace, and wait until all are gone; False if the fork server does not report it."""
+        for worker in self._workers:
+            if not worker.ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_PATIENCE_S
+        while any(not w.ended for w in self._workers) and time.monotonic() < deadline:
+            self._poll([], {}, [])
+        return all(w.ended for w in self._workers)
 
     def close(self) -> None:
         """Stop every worker: SIGTERM, a short wait, then SIGKILL. A StopRequest that arrives meanwhile ends the wait."""

@@ -22,7 +22,7 @@ from meshwright.observe.wording import describe_devices, describe_event
 
 MAX_EVENTS_SHOWN = 4
 STATE_COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "waiting": "bright_black"}
-EVENT_COLOURS = {"fault": "red", "stop": "yellow", "end": "green", "validation": "magenta"}
+EVENT_COLOURS = {"fault": "red", "stop": "yellow", "restart": "yellow", "end": "green", "validation": "magenta"}
 
 
 def render_view(snapshot: ProgressSnapshot, width: int) -> RenderableType:

@@ -21,9 +21,9 @@ from meshwright.observe.sinks import JsonlSink, MetricsSink
 class Recorder:
     """The writer of one rank's events and metrics. It appends, so that a resumed run continues in the same files."""
 
-    def __init__(self, folder: Path, rank: int, sinks: Sequence[MetricsSink] = ()) -> None:
+    def __init__(self, folder: Path, rank: int, sinks: Sequence[MetricsSink] = (), generation: int = 0) -> None:
         """`sinks` also receive rank 0's metrics, beside metrics.jsonl; the recorder closes them."""
-        self.rank = rank
+        self.rank, self.generation = rank, generation
         self._dropped, self._warned = 0, False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ class Recorder:
         """Append one event, stamped with the time and this rank. A "start" event also holds pid and host, by which a dead run is detected."""
         if kind == "start":
             data = {"pid": os.getpid(), "host": socket.gethostname(), **data}
-        self._write(self._events, to_data(Event(time.time(), self.rank, kind, step, data)))
+        self._write(self._events, to_data(Event(time.time(), self.rank, kind, step, data, self.generation)))
 
     def fault(self, fault: Fault, step: int = -1) -> None:
         """Append a fault, possibly of another rank: a killed rank cannot write its own."""

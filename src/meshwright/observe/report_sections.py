@@ -43,10 +43,12 @@ def faults(summary: RunSummary) -> Html:
     cause = summary.status.fault if state == "failed" else root_cause(summary.faults)
     if cause is None:
         return EMPTY
-    others = [_fault_box(f, f"{_rank_name(f.rank)}: {f.kind}") for f in summary.faults if state != "failed" or f != cause]
+    restarts = [event for event in summary.events if event.kind == "restart"]
+    others = [_fault_box(f, f"{_rank_name(f.rank)}: {f.kind}", _outcome(f, restarts)) for f in summary.faults if state != "failed" or f != cause]
     count = f"{len(others)} {'other ' * (state == 'failed')}fault{'s' * (len(others) > 1)}"
     if state != "failed":
-        return tag("div", tag("h2", f"{count} during the run"), *others, class_="alarm mild")
+        went_on = f", {len(restarts)} restart{'s' * (len(restarts) > 1)}" if restarts else ""
+        return tag("div", tag("h2", f"{count} during the run{went_on}"), *others, class_="alarm mild")
     more = [tag("details", tag("summary", count), *others)] if others else []
     when = f"after step {summary.steps.last_step}" if summary.steps else "before the first step"
     return tag("div", tag("h2", f"{_rank_name(cause.rank).capitalize()} failed: {cause.kind}"), _fault_box(cause, when), *more, class_="alarm")
@@ -234,12 +236,19 @@ def _charts(summary: RunSummary) -> list[Chart]:
     return charts
 
 
-def _fault_box(fault: Fault, title: str) -> Html:
+def _outcome(fault: Fault, restarts: Sequence[Event]) -> str:
+    """What the run did after a fault that it survived."""
+    restart = next((event for event in restarts if event.data.get("fault_time") == fault.time), None)
+    return f"The run went on: {describe_event(restart)}." if restart is not None else ""
+
+
+def _fault_box(fault: Fault, title: str, outcome: str = "") -> Html:
     when = time.strftime(" at %H:%M:%S", time.localtime(fault.time)) if fault.time else ""
     follows = ". A consequence of another rank's failure." if fault.secondary else ""
     message = tag("p", fault.message, class_="message") if fault.message else EMPTY
     traceback = tag("pre", fault.traceback.strip()) if fault.traceback.strip() else EMPTY
-    return tag("div", tag("p", title, when, follows, class_="where"), message, traceback, class_="fault")
+    went_on = tag("p", outcome, class_="message") if outcome else EMPTY
+    return tag("div", tag("p", title, when, follows, class_="where"), message, traceback, went_on, class_="fault")
 
 
 def _ranking_table(summary: RunSummary, ranking: Sequence[PlanCandidate]) -> Html:
@@ -285,7 +294,7 @@ def _node_row(node: Node) -> tuple[str, ...]:
 
 
 def _event_row(event: Event, start_time: float) -> tuple[str, ...]:
-    kind = tag("span", event.kind, class_=f"chip {({'fault': 'poor', 'stop': 'fair', 'end': 'good'}).get(event.kind, '')}".strip())
+    kind = tag("span", event.kind, class_=f"chip {({'fault': 'poor', 'stop': 'fair', 'restart': 'fair', 'end': 'good'}).get(event.kind, '')}".strip())
     step = str(event.step) if event.step >= 0 else ""
     return (f"{event.time - start_time:.2f} s", str(event.rank) if event.rank >= 0 else "", kind, step, describe_event(event))
 

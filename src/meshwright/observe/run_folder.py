@@ -166,7 +166,8 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
     when, kind, data = record.get("time"), record.get("kind"), record.get("data")
     if not isinstance(when, (int, float)) or not isinstance(kind, str):
         return None
-    return Event(float(when), _int_or_default(record.get("rank")), kind, _int_or_default(record.get("step")), data if isinstance(data, dict) else {})
+    rank, step, generation = (_int_or_default(record.get(key), default) for key, default in (("rank", -1), ("step", -1), ("generation", 0)))
+    return Event(float(when), rank, kind, step, data if isinstance(data, dict) else {}, generation)
 
 
 def collect_faults(events: list[Event], result: Mapping[str, Any] | None) -> list[Fault]:

@@ -56,8 +56,10 @@ def _replay_events(events: Sequence[Event], faults: Sequence[Fault]) -> RunStatu
             who = f"rank {cause.rank}: " if cause.rank >= 0 else ""
             status = RunStatus("failed", f"{who}{cause.kind}: {cause.message}".rstrip(": "), cause, status.started_at)
         elif record.kind == "start":
-            is_resumed = status.state in ("done", "stopped") or record.time - last_time > RESUME_GAP_S
+            is_resumed = record.generation == 0 and (status.state in ("done", "stopped") or record.time - last_time > RESUME_GAP_S)
             status = RunStatus("running", started_at=record.time if is_resumed or not status.started_at else status.started_at)
+        elif record.kind == "restart":
+            status = RunStatus("running", started_at=status.started_at)
         elif record.kind == "stop" and status.state != "failed":
             status = RunStatus("stopped", str(record.data.get("reason", "")), None, status.started_at)
         elif record.kind == "end" and record.rank == 0 and status.state == "running":
@@ -67,7 +69,7 @@ def _replay_events(events: Sequence[Event], faults: Sequence[Fault]) -> RunStatu
 
 
 def _is_alive(events: Sequence[Event], last_write: float, now: float) -> bool:
-    starts = {e.rank: e for e in events if e.kind == "start"}
+    starts = {(e.kind, e.rank): e for e in events if e.kind in ("start", "restart")}  # a restart names the supervisor's process
     here = socket.gethostname()
     pids = [e.data.get("pid") for e in starts.values() if e.data.get("host") == here]
     if len(pids) < len(starts) or not all(isinstance(p, int) and p > 0 for p in pids):

@@ -111,7 +111,13 @@ def _describe_birth(_: int, data: Mapping[str, Any]) -> str:
 
 
 def _describe_resumed(step: int, data: Mapping[str, Any]) -> str:
-    return f"from step {step}, saved by {data.get('world', '?')} ranks" + "".join(f"; {line}" for line in data.get("problems") or ())
+    saved = "from a snapshot in memory" if data.get("source") == "snapshot" else f"saved by {data.get('world', '?')} ranks"
+    return f"from step {step}, {saved}" + "".join(f"; {line}" for line in data.get("problems") or ())
+
+
+def _describe_restart(step: int, data: Mapping[str, Any]) -> str:
+    names = {"snapshot": f"step {step}, a snapshot in memory", "checkpoint": f"step {step}, a checkpoint"}
+    return f"after a fault at step {data.get('failed_at', '?')}, from {names.get(str(data.get('source')), 'the beginning')}"
 
 
 _WORDINGS: dict[str, Callable[[int, Mapping[str, Any]], str]] = {
@@ -119,6 +125,7 @@ _WORDINGS: dict[str, Callable[[int, Mapping[str, Any]], str]] = {
     "checkpoint": _describe_checkpoint,
     "born": _describe_birth,
     "resumed": _describe_resumed,
+    "restart": _describe_restart,
 }
 
 

@@ -89,6 +89,10 @@ class RunConfig(BaseModel):
     checkpoint_every: int | str = Field("auto", description="steps (500) or time (10m) between checkpoints; auto: by their cost and mtbf_h; none")
     keep_checkpoints: int = Field(2, ge=1, le=_MAX_STEPS, description="the last checkpoints that are kept, beside the one with the best validation")
     keep_every: int = Field(0, ge=0, le=_MAX_STEPS, description="also keep the checkpoints of every so many steps; 0: none")
+    snapshot_every: int | str = Field(
+        "auto", description="steps or time between snapshots in memory, from which a run goes on after a fault; auto; none"
+    )
+    max_restarts: int = Field(3, ge=0, le=_MAX_STEPS, description="of ranks after faults, without progress between them; 0: a fault ends the run")
     mtbf_h: float = Field(50_000.0, gt=0, le=1e9, description="hours between failures of one device, for checkpoint_every=auto")
     resume: str | None = Field(None, description="a run's folder, or checkpoints/STEP in it: go on from there")
     init_from: str | None = Field(None, description="a folder of weights to begin with: a run's, a checkpoint, or a Hugging Face folder")

@@ -8,7 +8,7 @@ import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,12 +38,13 @@ from meshwright.describe.cluster_resolver import resolve_cluster
 from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.discover import discover
 from meshwright.describe.profile_tracer import trace_task
-from meshwright.launch import ForkServer, RankFailure, WorkerPool
+from meshwright.launch import ForkServer
 from meshwright.observe import Recorder, RunFolder, create_run_folder, follow, follow_step_lines, write_report
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.backend_selection import add_measured_routes, select_routes
 from meshwright.orchestrate.checkpoint_interval import parse_interval
 from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.generations import call_ranks, prepared_recovery, restart_rows
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
@@ -54,7 +55,7 @@ from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioni
 from meshwright.plan import best_precision, check_precision, check_selective_recompute, explain, find_sample_coupling, refuse_unused
 
 ProgressCallback = Callable[[str], None]
-_STOP_GRACE_S = 300.0  # for a save, after the first signal; a second one ends it
+BEFORE_RESTART = "before the last restart"  # the phase of all generations but the last
 _MIN_STEPS_TO_LEARN = 3  # timed steps, after the warm-up, below which a run does not correct the calibration
 
 
@@ -68,6 +69,7 @@ class Orchestrator:
         self._uncorrected_calibration: Calibration | None = None  # as probed, without the corrections from earlier runs
         self.phases = PhaseClock(process_start())
         parse_interval(config.checkpoint_every)
+        parse_interval(config.snapshot_every, "snapshot_every")
         self.cluster = self._discover()
         self.phases.mark("import")
 
@@ -261,9 +263,10 @@ class Orchestrator:
         """Launch the plan's ranks, show their progress, write the run folder; returns the result."""
         self._require_local_cluster()
         fork_server = self.fork_server(prepared.plan.threads or None)
-        with run_folder(prepared, self.log_progress) as folder:
+        mark_restart = partial(self.phases.mark, BEFORE_RESTART)
+        with run_folder(prepared, self.log_progress) as folder, prepared_recovery(prepared, fork_server, self.log_progress, mark_restart) as recovery:
             monitor = LiveMonitor(folder, console, self.config.log_interval)
-            ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor)
+            ranks = call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor, recovery)
         if ranks[0]["stopped"] is not None:
             say_stopped(folder, ranks[0]["stopped"], self.log_progress)
             raise RunStopped(ranks[0]["stopped"]["signal"])
@@ -285,37 +288,12 @@ class Orchestrator:
         write_json(folder.path / "job.json", {"script": script, "arguments": arguments})
         write_json(folder.path / "cluster.json", self.cluster)
         kwargs = {"script": script, "arguments": arguments, "environment": environment}
-        seconds = _call_ranks(folder, self.fork_server(), world, "run_script", kwargs, nullcontext())
+        seconds = call_ranks(folder, self.fork_server(), world, "run_script", kwargs, nullcontext())
         return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds)}
 
     def _require_local_cluster(self) -> None:
         if self.config.cluster != "here":
             raise RequestError(f"train runs on this machine, not on --cluster {self.config.cluster}: leave --cluster out, or use plan or simulate")
-
-
-def _call_ranks(
-    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None]
-) -> list[Any]:
-    """Run a function of rank_entrypoints.py on every rank. A failure or a stop is recorded in the run folder; its report is written."""
-    logs = folder.path / "logs"
-    logs.mkdir(exist_ok=True)
-    target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
-    try:
-        with WorkerPool(fork_server, world, logs=logs) as workers, monitor:
-            return workers.call(target, {"folder": str(folder.path.resolve()), **kwargs}, stop_grace_s=_STOP_GRACE_S)
-    except RankFailure as failure:
-        with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
-            with Recorder(folder.path, max(failure.fault.rank, 0)) as recorder:
-                recorder.fault(failure.fault)
-            write_report(folder)
-        raise
-    except KeyboardInterrupt as stop:
-        with contextlib.suppress(RequestError):
-            with Recorder(folder.path, 0) as recorder:
-                recorder.event("stop", reason=str(stop) or "interrupted")
-            if not getattr(stop, "at_once", False):
-                write_report(folder)
-        raise
 
 
 def say_stopped(folder: RunFolder, stopped: Mapping[str, Any], log_progress: ProgressCallback) -> None:
@@ -337,10 +315,11 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
     first = rank_results[0]
     phases.mark("launch")
     launch_s = max(phases.seconds.pop("launch") - sum(first["phases"].values()), 0.0)
-    step, p95 = median_step(first["times"])  # None if too few steps were timed: JSON has no NaN
+    step, p95 = median_step(first["times"] or _recorded_times(folder, first["first_step"]))  # None if too few steps were timed: JSON has no NaN
     predicted, plan, task = prepared.estimate, prepared.plan, prepared.task
     samples = plan.global_batch / step if step else None
     earlier = _earlier_losses(folder, first["first_step"])
+    restarts = restart_rows(folder)
     result = {
         "run": str(folder.path),
         "plan": to_data(plan),
@@ -348,7 +327,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         "first_step": first["first_step"] - len(earlier),  # of the losses
         "checkpoint": first["checkpoint"],
         "model": str(folder.path / MODEL_FOLDER) if prepared.config.export and (folder.path / MODEL_FOLDER).is_dir() else None,
-        "validation": first["validation"],
+        "validation": [*(_earlier_validations(folder, first["first_step"]) if restarts else ()), *first["validation"]],
         "predicted": {"step_s": predicted.step_s, "memory_bytes": list(predicted.memory_bytes)},
         "measured": {
             "step_s": step,
@@ -362,7 +341,8 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         },
         "state_digest": first["state_digest"],  # None unless digest=true
         "faults": [to_data(f) for f in folder.faults()],
-        "seconds": first["seconds"],
+        "restarts": restarts,
+        "seconds": first["seconds"] + phases.seconds.get(BEFORE_RESTART, 0.0),
         "phases": {**phases.seconds, "launch": launch_s, **first["phases"]},
     }
     try:
@@ -375,9 +355,22 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
 
 
 def _earlier_losses(folder: RunFolder, first_step: int) -> list[float]:
-    """Losses of the steps before `first_step`, where the folder has them all: of a run that went on."""
+    """Losses of the steps up to `first_step`, as far back as the folder has them without a gap: of a run that went on."""
     losses = {r["step"]: r["loss"] for r in folder.metrics() if "loss" in r and r["step"] < first_step} if first_step else {}
-    return [losses[step] for step in range(first_step)] if len(losses) == first_step else []
+    earliest = first_step
+    while earliest - 1 in losses:
+        earliest -= 1
+    return [losses[step] for step in range(earliest, first_step)]
+
+
+def _earlier_validations(folder: RunFolder, first_step: int) -> list[dict[str, float]]:
+    losses = {r["step"]: r["validation_loss"] for r in folder.metrics() if "validation_loss" in r and r["step"] < first_step}
+    return [{"step": step, "loss": loss} for step, loss in sorted(losses.items())]
+
+
+def _recorded_times(folder: RunFolder, first_step: int) -> list[float]:
+    """Seconds of the steps before the last restart, where too few came after it."""
+    return [r["step_s"] for r in folder.metrics() if "step_s" in r and r["step"] < first_step] if restart_rows(folder) else []
 
 
 def median_step(times: list[float]) -> tuple[float | None, float | None]:

@@ -8,6 +8,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from meshwright import data
+from meshwright.checkpoint.checkpoint_folder import step_folder
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.calibration import Rates
@@ -35,7 +37,7 @@ from meshwright.execute.birth import Birth, check_replicas
 from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.rank_device import setup_device
 from meshwright.execute.session import Session
-from meshwright.execute.session_state import restore_session
+from meshwright.execute.session_state import restore_first_whole, restore_session
 from meshwright.execute.state_digest import state_digest
 from meshwright.execute.step_profiler import profile_step
 from meshwright.execute.verify import verify
@@ -48,6 +50,7 @@ from meshwright.orchestrate.job import load_dataset, load_task, with_verified_sa
 from meshwright.orchestrate.lr_schedule import learning_rate
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
+from meshwright.orchestrate.recovery import FIRST_GENERATION, Generation
 from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names
 from meshwright.orchestrate.run_checkpoints import RunCheckpoints
 from meshwright.orchestrate.script_state import finish_saves
@@ -104,7 +107,9 @@ def _make_pair_comm(world: int) -> TorchComm | None:
     return TorchComm(group, Ledger())
 
 
-def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank: int | None = None) -> dict[str, Any]:
+def train_rank(
+    rank: int, world: int, init_method: str, folder: str, local_rank: int | None = None, generation: Generation = FIRST_GENERATION
+) -> dict[str, Any]:
     """Train as one rank of the run that its folder describes; returns what it measured."""
     home = Path(folder)
     job = RunConfig(**read_json(home / "job.json"))
@@ -115,13 +120,13 @@ def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank:
         raise RequestError("plan: device_order cannot move ranks that a launcher has already started on their devices: leave device_order out")
     local = local_rank if local_rank is not None else plan.device_order[rank] if plan.device_order else rank
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
-    with Recorder(home, rank, sinks) as recorder:
+    with Recorder(home, rank, sinks, generation.number) as recorder:
         device = setup_device(plan.device_of(rank, local), plan.threads)
         recorder.event("start", pid=os.getpid(), device=str(device), world=world)
         if not joined:
             join_process_group(Rendezvous(rank, world, init_method, plan.backend, device.type, local, plan.sync.timeout_s))
         try:
-            return _TrainingLoop(job, plan, estimate, recorder, device, rank).run(home)
+            return _TrainingLoop(job, plan, estimate, recorder, device, rank, generation).run(home)
         except NonFiniteLossError as error:
             if joined:  # no supervisor of ours records it
                 recorder.fault(Fault(time.time(), rank, type(error).__name__, str(error), secondary=error.secondary))
@@ -134,8 +139,11 @@ def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank:
 class _TrainingLoop:
     """The training loop of one rank: reads batches, steps the session, writes metrics."""
 
-    def __init__(self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int) -> None:
+    def __init__(
+        self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int, generation: Generation
+    ) -> None:
         self.job, self.plan, self.estimate, self.recorder, self.device, self.rank = job, plan, estimate, recorder, device, rank
+        self.generation = generation
         self.task = load_task(job)
         self.phases = PhaseClock()
         self.first_step = 0  # of this process: a run that goes on begins later
@@ -143,6 +151,7 @@ class _TrainingLoop:
         self.times: list[float] = []
         self.validations: list[dict[str, float]] = []
         self.nonfinite_loss: NonFiniteLossError | None = None
+        self.last_record: StepRecord | None = None
         self.birth: Birth | None = None  # None: the model is built whole
         interval_steps = 1 if device.type == "cpu" else max(1, round(_METRICS_INTERVAL_S / max(estimate.step_s, 1e-4)))
         self.log = StepLog(device, interval_steps, self._write_metrics)
@@ -152,7 +161,10 @@ class _TrainingLoop:
         self._compare_ledger(session, folder, "start-up")
         self._fill(session)
         train, validation = self._make_loaders()
-        checkpoints = RunCheckpoints(self.job, session, self.recorder, folder, self.estimate.step_s, train.state_dict)
+        checkpoints = RunCheckpoints(
+            self.job, session, self.recorder, folder, self.estimate.step_s, train.state_dict,
+            settle=lambda: self._settle(session), snapshots=self.generation.snapshots,
+        )  # fmt: skip
         self.phases.mark("build")
         self.recorder.event("applied", seconds=round(self.phases.seconds["build"], 3), held=session.applied.memory_bytes())
         if self.plan.memory.precision == "fp8":
@@ -223,24 +235,39 @@ class _TrainingLoop:
         return exposed
 
     def _load_state(self, session: Session, train: data.Loader, checkpoints: RunCheckpoints) -> None:
-        """Go on from a checkpoint, or begin with the weights of a folder, if the run is to."""
-        if self.job.init_from is not None and self.birth is None:
-            self._say_loaded(load_weights(session.applied, Path(self.job.init_from)))
-        if self.job.resume is not None:
+        """Go on from the freshest state after a fault, from a checkpoint, or begin with the weights of a folder, if the run is to."""
+        if self._recover(session, train, checkpoints):
+            pass
+        elif self.job.resume is not None:
             root, step = checkpoints_of(Path(self.job.resume))
-            groups = [{key: value for key, value in group.items() if key != "params"} for group in session.optimizer.param_groups]
-            manifest, problems = restore_session(session, root, step)
-            for group, settings in zip(session.optimizer.param_groups, groups, strict=True):
-                group.update(settings)  # as the request has them: they may have been given anew
-            self._load_position(train, manifest)
-            checkpoints.resumed_from(manifest)
-            self.recorder.event("resumed", manifest.step, world=manifest.world, problems=problems)
-            for line in problems if self.rank == 0 else ():
-                print(f"meshwright: {line}; the checkpoint of step {manifest.step} is used", file=sys.stderr)
-        if self.job.init_from is not None or self.job.resume is not None:
+            with _kept_settings(session.optimizer):
+                manifest, problems = restore_session(session, root, step)
+            self._go_on_from(manifest, problems, "checkpoint", train, checkpoints)
+        elif self.job.init_from is not None and self.birth is None:
+            self._say_loaded(load_weights(session.applied, Path(self.job.init_from)))
+        if self.generation.states or self.job.init_from is not None or self.job.resume is not None:
             self.phases.mark("load")
         self.first_step = session.steps_done
         train.steps = max(self.job.steps - self.first_step, 0)
+
+    def _recover(self, session: Session, train: data.Loader, checkpoints: RunCheckpoints) -> bool:
+        """Go on from the freshest state that is whole; whether there is one."""
+        states = self.generation.states
+        with _kept_settings(session.optimizer):
+            index, manifest, problems = restore_first_whole(session, [step_folder(Path(s.root), s.step) for s in states])
+        if manifest is not None:
+            self._go_on_from(manifest, problems, states[index].kind, train, checkpoints)
+        else:
+            for line in problems if self.rank == 0 else ():
+                print(f"meshwright: {line}; it is left out", file=sys.stderr)
+        return manifest is not None
+
+    def _go_on_from(self, manifest: Manifest, problems: list[str], kind: str, train: data.Loader, checkpoints: RunCheckpoints) -> None:
+        self._load_position(train, manifest)
+        checkpoints.resumed_from(manifest, is_checkpoint=kind == "checkpoint")
+        self.recorder.event("resumed", manifest.step, world=manifest.world, problems=problems, source=kind)
+        for line in problems if self.rank == 0 else ():
+            print(f"meshwright: {line}; the {kind} of step {manifest.step} is used", file=sys.stderr)
 
     def _load_position(self, train: data.Loader, manifest: Manifest) -> None:
         try:
@@ -352,6 +379,15 @@ class _TrainingLoop:
         if self.nonfinite_loss is not None and self.job.on_nan == "stop":
             raise self.nonfinite_loss
 
+    def _settle(self, session: Session) -> bool:
+        """Read the losses of all finished steps, and end the run if one is not finite. Returns whether the state is finite, as far as is known."""
+        self.log.drain()
+        self._check_finite()
+        last = self.last_record
+        if last is None or session.loss_scaler is not None:  # which leaves out steps whose gradients are not finite
+            return last is None or math.isfinite(last.loss)
+        return math.isfinite(last.loss) and (last.grad_norm is None or math.isfinite(last.grad_norm))
+
     # -- measuring --
 
     def _write_metrics(self, records: list[StepRecord]) -> None:
@@ -359,6 +395,7 @@ class _TrainingLoop:
         memory = self._peak_memory()
         for record in records:
             self.losses.append(record.loss)
+            self.last_record = record
             if not math.isfinite(record.loss):
                 norm = "unknown" if record.grad_norm is None else f"{record.grad_norm:.4g}"
                 what = f"the loss is {record.loss} at step {record.step} (learning rate {record.learning_rate:.4g}, gradient norm {norm})"
@@ -389,6 +426,15 @@ class _TrainingLoop:
 
     def _peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak_resident_bytes()
+
+
+@contextmanager
+def _kept_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The optimizer's settings are in the end as the request has them, although a checkpoint was loaded: they may have been given anew."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update(settings)
 
 
 def make_optimizer(job: RunConfig, model: torch.nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:

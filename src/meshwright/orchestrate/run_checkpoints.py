@@ -24,6 +24,7 @@ from meshwright.execute.session_state import describe_session
 from meshwright.observe import Recorder
 from meshwright.orchestrate.checkpoint_interval import parse_interval
 from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.run_snapshots import RunSnapshots
 from meshwright.simulate.goodput import FailureModel
 
 _MAX_SHARE = 0.01  # of the time that training may wait for saves
@@ -62,8 +63,10 @@ class RunCheckpoints:
     """The checkpoints of one training run, as one of its ranks sees them. Every method but `close` is collective."""
 
     def __init__(
-        self, job: RunConfig, session: Session, recorder: Recorder, folder: Path, step_s: float, data_state: Callable[[], dict[str, Any]]
+        self, job: RunConfig, session: Session, recorder: Recorder, folder: Path, step_s: float, data_state: Callable[[], dict[str, Any]],
+        settle: Callable[[], bool] = lambda: True, snapshots: str | None = None,
     ) -> None:  # fmt: skip
+        """`settle` writes the metrics of all finished steps and says whether the state is finite, as far as is known; `snapshots` is their folder."""
         self.job, self.session, self.recorder, self.stop = job, session, recorder, StopFlag()
         self.root = folder / FOLDER_NAME
         self._data_state, self._world = data_state, session.applied.groups.world
@@ -76,6 +79,8 @@ class RunCheckpoints:
         self.saved_step = -1  # the last that was begun to be saved, on every rank the same
         self._lost_step = -1  # the last that could not be saved, as far as this rank knows
         self._saver = CheckpointSaver(session.applied, self.root, versions.installed(), self._steps_to_remove)
+        self._settle, staging = settle, self._saver.staging
+        self.snapshots = RunSnapshots(session, recorder, Path(snapshots), job.snapshot_every, staging) if snapshots is not None else None
 
     @property
     def is_enabled(self) -> bool:
@@ -95,6 +100,8 @@ class RunCheckpoints:
             elif done >= self._next_step:
                 self.save()
                 self._plan_next()
+        if self.snapshots is not None:
+            self.snapshots.after_step(is_warm=is_warm, is_saved=self.saved_step == done, settle=self._settle, run_state=self._run_state)
         self._report()
         return False
 
@@ -102,10 +109,10 @@ class RunCheckpoints:
         if self.saved_step == self.session.steps_done:
             self._saver.wait()
             return
-        run = {"data": self._data_state(), "config": self._settings(), "best": self.best}
+        self._settle()
         if self.recorder.rank == 0:
             self.recorder.event("saving", self.session.steps_done)
-        self._saver.save(describe_session(self.session, run), wait=wait)
+        self._saver.save(describe_session(self.session, self._run_state()), wait=wait)
         self.saved_step = self.session.steps_done
         self._report()
 
@@ -120,9 +127,12 @@ class RunCheckpoints:
         if self.is_enabled and (self.saved_step >= 0 or self._every_steps is not None or self._every_s is not None):
             self.save()
 
-    def resumed_from(self, manifest: Manifest) -> None:
+    def resumed_from(self, manifest: Manifest, *, is_checkpoint: bool = True) -> None:
+        """Go on where a saved state was; `is_checkpoint`: it is one on the disk, and no snapshot."""
         self.best = manifest.state["best"]
-        self.saved_step, self._clock = manifest.step, (time.monotonic(), manifest.step)
+        older = [step for step in saved_steps(self.root) if step <= manifest.step]
+        self.saved_step = manifest.step if is_checkpoint else max(older, default=-1)
+        self._clock = (time.monotonic(), manifest.step)
 
     def newest(self) -> dict[str, Any] | None:
         """The newest checkpoint of the run."""
@@ -133,6 +143,8 @@ class RunCheckpoints:
         """Wait for the last save."""
         self._saver.wait()
         self._report()
+        if self.snapshots is not None:
+            self.snapshots.close()
 
     def stopped(self) -> dict[str, Any] | None:
         """The signal that ended the run, the step, and the step of the newest checkpoint; None if it was not told to stop."""
@@ -151,6 +163,9 @@ class RunCheckpoints:
     def _steps_to_remove(self, steps: Sequence[int]) -> list[int]:
         best = [int(self.best["step"])] if self.best is not None else []
         return steps_to_remove(steps, self.job.keep_checkpoints, self.job.keep_every, best)
+
+    def _run_state(self) -> dict[str, Any]:
+        return {"data": self._data_state(), "config": self._settings(), "best": self.best}
 
     def _settings(self) -> dict[str, Any]:
         """What a run that goes on must agree with."""

@@ -1,0 +1,172 @@
+"""Runs a function of rank_entrypoints.py on every rank, generation after generation: after a fault that a restart can mend, new ranks go on from the
+freshest state. What happened is in the run folder's events."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.checkpoint_folder import FOLDER_NAME, saved_steps
+from meshwright.core.errors import RequestError
+from meshwright.core.workload import OPTIMIZER_STATES
+from meshwright.launch import ForkServer, RankFailure, WorkerPool
+from meshwright.observe import Recorder, RunFolder, write_report
+from meshwright.orchestrate.checkpoint_interval import parse_interval
+from meshwright.orchestrate.recovery import Failure, Generation, SavedState, is_restartable, judge
+from meshwright.orchestrate.run_inputs import PreparedRun
+from meshwright.orchestrate.snapshot_folder import SHARED_MEMORY, lack_of_room, remove_stale, snapshot_folder
+
+_STOP_GRACE_S = 300.0  # for a save, after the first signal; a second one ends it
+_MAX_CANDIDATES = 2  # states of each kind that ranks are told of: where the newest is broken they use the other
+
+
+@dataclass
+class Recovery:
+    """How a run may go on after faults: how often in a row, with snapshots in which folder, and what its generations came to so far."""
+
+    max_restarts: int = 0
+    snapshots: Path | None = None
+    before_restart: Callable[[], None] = lambda: None
+    failures: list[Failure] = field(default_factory=list)
+
+
+@contextmanager
+def prepared_recovery(
+    prepared: PreparedRun, fork_server: ForkServer, log_progress: Callable[[str], None], before_restart: Callable[[], None]
+) -> Iterator[Recovery]:
+    """The recovery that a run's configuration asks for, with a folder for snapshots where there is room. Leaves nothing in memory."""
+    config = prepared.config
+    recovery = Recovery(config.max_restarts, None, before_restart)
+    if not config.max_restarts or parse_interval(config.snapshot_every, "snapshot_every")[0] == 0:
+        yield recovery
+        return
+    remove_stale()
+    trained = sum(t.bytes for t in prepared.profile.tensors if t.trainable)
+    state_bytes = sum(t.bytes for t in prepared.profile.tensors) + OPTIMIZER_STATES[config.optimizer] * trained
+    ranks_bytes = sum(prepared.estimate.memory_bytes) if prepared.plan.device == "cpu" else 0
+    with contextlib.ExitStack() as stack:
+        reason = lack_of_room(state_bytes, ranks_bytes)
+        if not reason:
+            try:
+                recovery.snapshots = stack.enter_context(snapshot_folder())
+            except OSError as error:
+                reason = f"{SHARED_MEMORY}: {(error.strerror or str(error)).lower()}"
+        if recovery.snapshots is not None:
+            fork_server.remove_at_end(recovery.snapshots)
+        elif config.snapshot_every != "auto":
+            raise RequestError(f"snapshot_every={config.snapshot_every}: there can be no snapshots in memory: {reason}")
+        else:
+            log_progress(f"no snapshots in memory: {reason}; after a fault the run goes on from its newest checkpoint")
+        yield recovery
+
+
+def call_ranks(
+    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None],
+    recovery: Recovery | None = None,
+) -> list[Any]:  # fmt: skip
+    """The results of all ranks. With `recovery` the function takes a `generation`. A failure or a stop is recorded in the run folder, and its report
+    written."""
+    (folder.path / "logs").mkdir(exist_ok=True)
+    try:
+        with monitor:
+            return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery)
+    except RankFailure:
+        with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
+            write_report(folder)
+        raise
+    except KeyboardInterrupt as stop:
+        with contextlib.suppress(RequestError):
+            with Recorder(folder.path, 0) as recorder:
+                recorder.event("stop", reason=str(stop) or "interrupted")
+            if not getattr(stop, "at_once", False):
+                write_report(folder)
+        raise
+
+
+def _run_generations(
+    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], recovery: Recovery | None
+) -> list[Any]:
+    target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
+    given = {"folder": str(folder.path.resolve()), **kwargs}
+    generation = Generation(snapshots=str(recovery.snapshots) if recovery is not None and recovery.snapshots is not None else None)
+    while True:
+        try:
+            with WorkerPool(fork_server, world, logs=folder.path / "logs") as workers:
+                try:
+                    options = {"generation": generation} if recovery is not None else {}
+                    return workers.call(target, {**given, **options}, stop_grace_s=_STOP_GRACE_S)
+                except RankFailure as failure:
+                    may_restart = recovery is not None and recovery.max_restarts > 0 and not workers.is_stopping and is_restartable(failure.fault)
+                    if recovery is None or not may_restart or not workers.kill():
+                        raise
+                    generation = _next_generation(folder, generation, failure, recovery)
+        except RankFailure as failure:
+            _record_fault(folder, failure, generation)
+            raise
+
+
+def _next_generation(folder: RunFolder, generation: Generation, failure: RankFailure, recovery: Recovery) -> Generation:
+    """Record the fault and the restart, and wait before it; raises the failure that ends the run if there is to be none. No rank is alive."""
+    states = saved_states(folder, recovery.snapshots)
+    recovery.failures.append(Failure(failure.fault, steps_done(folder), states[0] if states else None))
+    verdict = judge(recovery.failures, recovery.max_restarts, str(folder.path / "logs"))
+    if not verdict.restarts:
+        raise RankFailure(verdict.fault) from None
+    _record_fault(folder, failure, generation)
+    following = replace(generation, number=generation.number + 1, states=states)
+    last = recovery.failures[-1]
+    with contextlib.suppress(RequestError), Recorder(folder.path, 0, generation=following.number) as recorder:
+        facts = {"pid": os.getpid(), "host": socket.gethostname(), "fault_time": last.fault.time, "failed_rank": last.fault.rank}
+        source = last.state.kind if last.state else "beginning"
+        recorder.event("restart", last.state.step if last.state else -1, source=source, failed_at=last.step, delay_s=verdict.delay_s, **facts)
+    print(f"meshwright: {verdict.line}", file=sys.stderr, flush=True)
+    recovery.before_restart()
+    time.sleep(verdict.delay_s)
+    return following
+
+
+def _record_fault(folder: RunFolder, failure: RankFailure, generation: Generation) -> None:
+    with contextlib.suppress(RequestError), Recorder(folder.path, max(failure.fault.rank, 0), generation=generation.number) as recorder:
+        recorder.fault(failure.fault, steps_done(folder) - 1)
+
+
+def saved_states(folder: RunFolder, snapshots: Path | None) -> tuple[SavedState, ...]:
+    """The states that ranks can go on from, the freshest first; of the same step a snapshot, which is read faster, before a checkpoint."""
+    checkpoints = (folder.path / FOLDER_NAME).resolve()
+    found = [SavedState(str(snapshots), step, "snapshot") for step in saved_steps(snapshots)[-_MAX_CANDIDATES:]] if snapshots is not None else []
+    found += [SavedState(str(checkpoints), step, "checkpoint") for step in saved_steps(checkpoints)[-_MAX_CANDIDATES:]]
+    return tuple(sorted(found, key=lambda state: (-state.step, state.kind != "snapshot")))
+
+
+def steps_done(folder: RunFolder) -> int:
+    """How many steps are finished, as far as metrics have been written. The last line counts: steps that are done again come later."""
+    columns = folder.step_columns()
+    return columns.last_step + 1 if len(columns) else 0
+
+
+def restart_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """What result.json says of each restart."""
+    events, rows = folder.events(), list[dict[str, Any]]()
+    records = [record for record in folder.metrics() if "loss" in record]
+    for event in (e for e in events if e.kind == "restart"):
+        loaded = next((e for e in events if e.kind == "resumed" and e.generation == event.generation and e.time > event.time), None)
+        done = next((record for record in records if record["time"] > event.time), None)
+        rows.append(
+            {
+                "generation": event.generation,
+                "failed_rank": event.data["failed_rank"],
+                "failed_at": event.data["failed_at"],
+                "step": loaded.step if loaded is not None else done["step"] if done is not None else None,
+                "source": loaded.data.get("source") if loaded is not None else event.data["source"],
+                "seconds": done["time"] - event.data["fault_time"] if done is not None else None,
+            }
+        )
+    return rows
