@@ -141,8 +141,9 @@ CASES: dict[tuple[str, str], Case] = {
     ("SIGKILL", "one rank"): signalled(signal.SIGKILL, "one rank"),
     ("SIGSTOP", "supervisor"): stopped_for_a_while("supervisor"),
     ("SIGSTOP", "fork server"): stopped_for_a_while("fork server"),
-    ("SIGSTOP", "one rank"): signalled(signal.SIGSTOP, "one rank", "--set", "timeout_s=15"),
-    ("sleep longer than timeout_s", "one rank"): misbehaving("sleep", "--set", "timeout_s=15"),
+    ("SIGSTOP", "one rank"): signalled(signal.SIGSTOP, "one rank"),
+    ("sleep", "one rank"): misbehaving("sleep"),
+    ("sleep longer than timeout_s, hang_s=none", "one rank"): misbehaving("sleep", "--set", "timeout_s=15", "--set", "hang_s=none"),
     ("exception", "one rank"): misbehaving("exception"),
     ("exit 3", "one rank"): misbehaving("exit 3"),
     ("disk full", "supervisor"): full_disk("supervisor"),
@@ -162,6 +163,8 @@ QUICK = {
     ("read-only run folder", "supervisor"),
     ("descriptor limit", "supervisor"),
     ("exit 3", "one rank"),
+    ("SIGSTOP", "one rank"),
+    ("sleep", "one rank"),
 }
 
 

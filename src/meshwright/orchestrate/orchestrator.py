@@ -21,6 +21,7 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError, RunStopped
 from meshwright.core.heterogeneous import with_measured_names
+from meshwright.core.injected_fault import parse_injected_faults
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.phases import PhaseClock, process_start
@@ -39,6 +40,7 @@ from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.discover import discover
 from meshwright.describe.profile_tracer import trace_task
 from meshwright.launch import ForkServer, RankFailure, WorkerPool
+from meshwright.launch.progress_watch import ProgressWatch
 from meshwright.observe import Recorder, RunFolder, create_run_folder, follow, follow_step_lines, write_report
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.backend_selection import add_measured_routes, select_routes
@@ -49,6 +51,7 @@ from meshwright.orchestrate.knobs import check_given, constraints_from_config, s
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
 from meshwright.orchestrate.resume import MODEL_FOLDER, with_weights
 from meshwright.orchestrate.run_inputs import PreparedRun, run_folder
+from meshwright.orchestrate.run_watch import make_watch
 from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
 from meshwright.plan import best_precision, check_precision, check_selective_recompute, explain, find_sample_coupling, refuse_unused
@@ -68,7 +71,9 @@ class Orchestrator:
         self._uncorrected_calibration: Calibration | None = None  # as probed, without the corrections from earlier runs
         self.phases = PhaseClock(process_start())
         parse_interval(config.checkpoint_every)
+        parse_injected_faults(config.inject, steps=config.steps if config.epochs is None else None)
         self.cluster = self._discover()
+        parse_injected_faults(config.inject, world=len(self.cluster.devices))
         self.phases.mark("import")
 
     def __enter__(self) -> Orchestrator:
@@ -263,7 +268,7 @@ class Orchestrator:
         fork_server = self.fork_server(prepared.plan.threads or None)
         with run_folder(prepared, self.log_progress) as folder:
             monitor = LiveMonitor(folder, console, self.config.log_interval)
-            ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor)
+            ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor, make_watch(folder, prepared, self.log_progress))
         if ranks[0]["stopped"] is not None:
             say_stopped(folder, ranks[0]["stopped"], self.log_progress)
             raise RunStopped(ranks[0]["stopped"]["signal"])
@@ -294,15 +299,16 @@ class Orchestrator:
 
 
 def _call_ranks(
-    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None]
-) -> list[Any]:
+    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None],
+    watch: ProgressWatch | None = None,
+) -> list[Any]:  # fmt: skip
     """Run a function of rank_entrypoints.py on every rank. A failure or a stop is recorded in the run folder; its report is written."""
     logs = folder.path / "logs"
     logs.mkdir(exist_ok=True)
     target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
     try:
         with WorkerPool(fork_server, world, logs=logs) as workers, monitor:
-            return workers.call(target, {"folder": str(folder.path.resolve()), **kwargs}, stop_grace_s=_STOP_GRACE_S)
+            return workers.call(target, {"folder": str(folder.path.resolve()), **kwargs}, stop_grace_s=_STOP_GRACE_S, watch=watch)
     except RankFailure as failure:
         with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
             with Recorder(folder.path, max(failure.fault.rank, 0)) as recorder:
