@@ -142,9 +142,12 @@ CASES: dict[tuple[str, str], Case] = {
     ("SIGKILL, max_restarts=0", "one rank"): signalled(signal.SIGKILL, "one rank", "--set", "max_restarts=0"),
     ("SIGSTOP", "supervisor"): stopped_for_a_while("supervisor"),
     ("SIGSTOP", "fork server"): stopped_for_a_while("fork server"),
-    ("SIGSTOP", "one rank"): signalled(signal.SIGSTOP, "one rank", "--set", "timeout_s=15", steps=SHORT),
-    ("SIGSTOP, max_restarts=0", "one rank"): signalled(signal.SIGSTOP, "one rank", "--set", "timeout_s=15", "--set", "max_restarts=0"),
-    ("sleep longer than timeout_s, max_restarts=0", "one rank"): misbehaving("sleep", "--set", "timeout_s=15", "--set", "max_restarts=0"),
+    ("SIGSTOP", "one rank"): signalled(signal.SIGSTOP, "one rank", steps=SHORT),
+    ("SIGSTOP, max_restarts=0", "one rank"): signalled(signal.SIGSTOP, "one rank", "--set", "max_restarts=0"),
+    ("sleep, max_restarts=0", "one rank"): misbehaving("sleep", "--set", "max_restarts=0"),
+    ("sleep longer than timeout_s, hang_s=none, max_restarts=0", "one rank"): misbehaving(
+        "sleep", "--set", "timeout_s=15", "--set", "hang_s=none", "--set", "max_restarts=0"
+    ),
     ("exception", "one rank"): misbehaving("exception"),
     ("exit 3 in every generation", "one rank"): misbehaving("exit 3", "--set", "snapshot_every=none"),
     ("disk full", "supervisor"): full_disk("supervisor"),
@@ -165,6 +168,8 @@ QUICK = {
     ("descriptor limit", "supervisor"),
     ("SIGKILL", "one rank"),
     ("exit 3 in every generation", "one rank"),
+    ("SIGSTOP", "one rank"),
+    ("sleep, max_restarts=0", "one rank"),
 }
 
 

@@ -19,6 +19,7 @@ NO_KNOBS = {
     "model", "random_init", "steps", "epochs", "global_batch", "seq", "seed", "dropout", "data", "data_dir", "optimizer", "learning_rate",
     "weight_decay", "betas", "adam_eps", "lr_schedule", "warmup_steps", "clip", "validate_every", "validate_batches", "plan", "strategy", "devices",
     "cluster", "precision", "objective", "price", "watts", "run_dir", "name", "log_interval", "profile", "tensorboard", "prometheus_port",
+    "hang_s", "inject",
     "on_nan", "digest", "verify", "checkpoint_every", "keep_checkpoints", "keep_every", "mtbf_h", "resume", "init_from", "allow_changes", "export",
     "snapshot_every", "max_restarts",
 }  # fmt: skip

@@ -98,7 +98,8 @@ def _fail_stopped(number: signal.Signals) -> NoReturn:
 def _show_traceback(error: MeshwrightError) -> None:
     fault = getattr(error, "fault", None)
     if fault is not None and fault.traceback:
-        print(f"meshwright: rank {fault.rank} failed:\n{fault.traceback.rstrip()}", file=sys.stderr)
+        head = "" if fault.kind in ("hang", "stopped") else f"meshwright: rank {fault.rank} failed:\n"
+        print(f"{head}{fault.traceback.rstrip()}", file=sys.stderr)
 
 
 def _format_usage_error(error: Any) -> str:

@@ -37,6 +37,7 @@ def train(
     run_dir: Annotated[str | None, typer.Option("--run-dir", help="Folder that gets a folder for the run; runs by default.")] = None,
     resume: Annotated[str | None, typer.Option("--resume", metavar="RUN|FOLDER", help="Go on with a run, or from one of its checkpoints.")] = None,
     init_from: Annotated[str | None, typer.Option("--init-from", metavar="RUN|FOLDER", help="Begin a new run with these weights.")] = None,
+    inject: Annotated[list[str] | None, typer.Option("--inject", metavar="FAULT", help="Rehearse a fault; repeatable.")] = None,
     settings: options.Set = None,
     as_json: options.Json = False,
 ) -> None:
@@ -48,6 +49,7 @@ def train(
       meshwright train --backend mpi --nproc 2 --steps 20
       meshwright train examples/02_prepare.py
       meshwright train --resume last --steps 400
+      meshwright train --nproc 2 --inject hang:rank=1,step=7
     """
     require_torch()
     from meshwright.describe.discover import discover
@@ -60,6 +62,7 @@ def train(
     flags: dict[str, Any] = {
         "steps": steps, "epochs": epochs, "data": data, "global_batch": global_batch, "seq": seq, "seed": seed, "plan": plan,
         "nproc": nproc, "mesh": mesh, "devices": options.parse_devices(devices), "backend": backend, "run_dir": run_dir, "init_from": init_from,
+        "inject": inject or None,
     }  # fmt: skip
     script = source if source and source.endswith(".py") else None
     file = Path(source) if source and source.endswith(".json") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.core.schedule import wire_factor
@@ -28,10 +29,13 @@ class Ledger:
 
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str, int], tuple[int, int]] = {}
+        self.on_call: Callable[[str, str], None] | None = None  # is told the name and the op of each call that begins
 
     def add(self, name: str, op: str, group: int, size: int) -> None:
         calls, total = self._totals.get((name, op, group), (0, 0))
         self._totals[name, op, group] = (calls + 1, total + size)
+        if self.on_call is not None:
+            self.on_call(name, op)
 
     def drain(self) -> tuple[LedgerEntry, ...]:
         """Return the entries counted so far, in order of first call, and empty the ledger."""

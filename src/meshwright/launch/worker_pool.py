@@ -18,6 +18,7 @@ from typing import Any
 from meshwright.core.errors import MeshwrightError, RequestError, RunError
 from meshwright.core.event import Fault
 from meshwright.launch.fork_server import ForkServer, ForkServerExited, describe_exit
+from meshwright.launch.progress_watch import HANG, ProgressWatch
 from meshwright.launch.worker_process import receive_message, send_message
 
 _ROOT_CAUSE_GRACE_S = 2.0  # after a rank reports a lost peer: how long to wait for the peer's own report
@@ -30,7 +31,8 @@ class RankFailure(MeshwrightError):
 
     def __init__(self, fault: Fault) -> None:
         is_request = fault.kind == RequestError.__name__
-        super().__init__(fault.message if is_request or fault.rank < 0 else f"rank {fault.rank} failed: {fault.kind}: {fault.message}")
+        how = f"rank {fault.rank} hangs" if fault.kind == HANG else f"rank {fault.rank} failed: {fault.kind}"
+        super().__init__(fault.message if is_request or fault.rank < 0 else f"{how}: {fault.message}")
         self.fault = fault
         if is_request:
             self.exit_code = RequestError.exit_code
@@ -76,16 +78,20 @@ class WorkerPool:
         return [w.pid for w in self._workers]
 
     def call(
-        self, target: str, kwargs: Mapping[str, Any], *, world: int | None = None, timeout_s: float | None = None, stop_grace_s: float = 0.0
+        self, target: str, kwargs: Mapping[str, Any], *, world: int | None = None, timeout_s: float | None = None, stop_grace_s: float = 0.0,
+        watch: ProgressWatch | None = None,
     ) -> list[Any]:  # fmt: skip
         """Run `target(rank=…, world=…, init_method=…, **kwargs)` on the first `world` workers; returns results in rank order.
 
         RankFailure gives the root cause; after it, the pool can only be closed. With `stop_grace_s`, an interrupt of this process asks the workers to
-        end by SIGTERM, and their results are waited for; a second interrupt is raised.
+        end by SIGTERM, and their results are waited for; a second interrupt is raised. With `watch`, the target is also given progress=…, the folder
+        in which it opens its progress page, and a rank that hangs is a failure.
         """
         workers = self._workers[:world]
         self._call_count += 1
         init_method = f"file://{self._rendezvous_dir / f'call-{self._call_count}'}"
+        if watch is not None:
+            kwargs = {**kwargs, "progress": str(watch.begin(self._rendezvous_dir / f"progress-{self._call_count}", len(workers)))}
         for worker in workers:
             with contextlib.suppress(ConnectionError):  # a worker that has ended is found below
                 send_message(worker.peer, (target, {"rank": worker.rank, "world": len(workers), "init_method": init_method, **kwargs}))
@@ -101,6 +107,8 @@ class WorkerPool:
                 self._signal_alive(signal.SIGTERM)
                 self.is_stopping = True
                 deadline, stop_grace_s = time.monotonic() + stop_grace_s, 0.0
+            if watch is not None and not faults and (hang := watch.look([w.rank for w in workers if w.alive and w.rank not in results])):
+                raise RankFailure(hang)
             if faults:
                 raise RankFailure(self._root_cause(workers, results, faults))
             if deadline and time.monotonic() > deadline:

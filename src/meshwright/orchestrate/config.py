@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from meshwright.core.backends import Backend
 from meshwright.core.errors import RequestError, unknown_name_error
@@ -102,11 +102,25 @@ class RunConfig(BaseModel):
     name: str | None = Field(None, description="of the run; made from the model and the time unless given")
     log_interval: int = Field(0, ge=0, le=_MAX_STEPS, description="print one line every so many steps; 0: the live view instead")
     verify: bool = Field(True, description="compare a plan that is new for the model with one device before step 1; off: trust it")
+    hang_s: float | str = Field("auto", description="seconds without progress that are a hang; auto: by the time of steps; none")
+    inject: tuple[str, ...] = Field((), description='faults to rehearse, like ["kill:rank=1,step=7"]')
     on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is NaN or infinite: end the run, or go on")
     digest: bool = Field(False, description="at the end, put a hash of the whole state into result.json; --json asks for it too")
     profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")
     tensorboard: bool = Field(False, description="also write TensorBoard events into the run's folder")
     prometheus_port: int | None = Field(None, ge=1, le=65535, description="also serve metrics on 127.0.0.1")
+
+    @field_validator("inject", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("hang_s")
+    @classmethod
+    def _positive(cls, value: float | str) -> float | str:
+        if value not in ("auto", "none") and (isinstance(value, str) or value <= 0):
+            raise ValueError("give seconds above 0, auto or none")
+        return value
 
     @model_validator(mode="before")
     @classmethod

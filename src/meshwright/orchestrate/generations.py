@@ -18,6 +18,7 @@ from meshwright.checkpoint.checkpoint_folder import FOLDER_NAME, saved_steps
 from meshwright.core.errors import RequestError
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.launch import ForkServer, RankFailure, WorkerPool
+from meshwright.launch.progress_watch import ProgressWatch
 from meshwright.observe import Recorder, RunFolder, write_report
 from meshwright.orchestrate.checkpoint_interval import parse_interval
 from meshwright.orchestrate.recovery import Failure, Generation, SavedState, is_restartable, judge
@@ -70,14 +71,14 @@ def prepared_recovery(
 
 def call_ranks(
     folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None],
-    recovery: Recovery | None = None,
+    recovery: Recovery | None = None, watch: ProgressWatch | None = None,
 ) -> list[Any]:  # fmt: skip
-    """The results of all ranks. With `recovery` the function takes a `generation`. A failure or a stop is recorded in the run folder, and its report
-    written."""
+    """The results of all ranks. With `recovery` the function takes a `generation`, with `watch` the folder of its `progress` page. A failure or
+    a stop is recorded in the run folder, and its report written."""
     (folder.path / "logs").mkdir(exist_ok=True)
     try:
         with monitor:
-            return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery)
+            return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery, watch)
     except RankFailure:
         with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
             write_report(folder)
@@ -92,8 +93,9 @@ def call_ranks(
 
 
 def _run_generations(
-    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], recovery: Recovery | None
-) -> list[Any]:
+    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], recovery: Recovery | None,
+    watch: ProgressWatch | None,
+) -> list[Any]:  # fmt: skip
     target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
     given = {"folder": str(folder.path.resolve()), **kwargs}
     generation = Generation(snapshots=str(recovery.snapshots) if recovery is not None and recovery.snapshots is not None else None)
@@ -102,7 +104,7 @@ def _run_generations(
             with WorkerPool(fork_server, world, logs=folder.path / "logs") as workers:
                 try:
                     options = {"generation": generation} if recovery is not None else {}
-                    return workers.call(target, {**given, **options}, stop_grace_s=_STOP_GRACE_S)
+                    return workers.call(target, {**given, **options}, stop_grace_s=_STOP_GRACE_S, watch=watch)
                 except RankFailure as failure:
                     may_restart = recovery is not None and recovery.max_restarts > 0 and not workers.is_stopping and is_restartable(failure.fault)
                     if recovery is None or not may_restart or not workers.kill():

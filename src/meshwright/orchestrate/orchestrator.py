@@ -21,6 +21,7 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError, RunStopped
 from meshwright.core.heterogeneous import with_measured_names
+from meshwright.core.injected_fault import parse_injected_faults
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.phases import PhaseClock, process_start
@@ -50,6 +51,7 @@ from meshwright.orchestrate.knobs import check_given, constraints_from_config, s
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
 from meshwright.orchestrate.resume import MODEL_FOLDER, with_weights
 from meshwright.orchestrate.run_inputs import PreparedRun, run_folder
+from meshwright.orchestrate.run_watch import make_watch
 from meshwright.orchestrate.sample_planning import rank_plans_traced
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
 from meshwright.plan import best_precision, check_precision, check_selective_recompute, explain, find_sample_coupling, refuse_unused
@@ -70,7 +72,9 @@ class Orchestrator:
         self.phases = PhaseClock(process_start())
         parse_interval(config.checkpoint_every)
         parse_interval(config.snapshot_every, "snapshot_every")
+        parse_injected_faults(config.inject, steps=config.steps if config.epochs is None else None)
         self.cluster = self._discover()
+        parse_injected_faults(config.inject, world=len(self.cluster.devices))
         self.phases.mark("import")
 
     def __enter__(self) -> Orchestrator:
@@ -266,7 +270,8 @@ class Orchestrator:
         mark_restart = partial(self.phases.mark, BEFORE_RESTART)
         with run_folder(prepared, self.log_progress) as folder, prepared_recovery(prepared, fork_server, self.log_progress, mark_restart) as recovery:
             monitor = LiveMonitor(folder, console, self.config.log_interval)
-            ranks = call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor, recovery)
+            watch = make_watch(folder, prepared, self.log_progress)
+            ranks = call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor, recovery, watch)
         if ranks[0]["stopped"] is not None:
             say_stopped(folder, ranks[0]["stopped"], self.log_progress)
             raise RunStopped(ranks[0]["stopped"]["signal"])

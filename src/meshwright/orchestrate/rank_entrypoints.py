@@ -25,8 +25,10 @@ from meshwright.core.calibration import Rates
 from meshwright.core.errors import NonFiniteLossError, RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.event import Fault
+from meshwright.core.injected_fault import InjectedFault, parse_injected_faults
 from meshwright.core.phases import PhaseClock
 from meshwright.core.plan import Plan
+from meshwright.core.progress_page import ProgressPage
 from meshwright.core.serialization import from_data, read_json
 from meshwright.core.task import Task
 from meshwright.core.verification import Verification
@@ -34,6 +36,7 @@ from meshwright.describe.collective_probe import measure_in_turns
 from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
 from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal
 from meshwright.execute.birth import Birth, check_replicas
+from meshwright.execute.fault_injection import FaultInjection
 from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.rank_device import setup_device
 from meshwright.execute.session import Session
@@ -50,6 +53,7 @@ from meshwright.orchestrate.job import load_dataset, load_task, with_verified_sa
 from meshwright.orchestrate.lr_schedule import learning_rate
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
+from meshwright.orchestrate.rank_progress import open_progress
 from meshwright.orchestrate.recovery import FIRST_GENERATION, Generation
 from meshwright.orchestrate.resume import MODEL_FOLDER, checkpoints_of, describe_names
 from meshwright.orchestrate.run_checkpoints import RunCheckpoints
@@ -108,9 +112,11 @@ def _make_pair_comm(world: int) -> TorchComm | None:
 
 
 def train_rank(
-    rank: int, world: int, init_method: str, folder: str, local_rank: int | None = None, generation: Generation = FIRST_GENERATION
-) -> dict[str, Any]:
-    """Train as one rank of the run that its folder describes; returns what it measured."""
+    rank: int, world: int, init_method: str, folder: str, local_rank: int | None = None, progress: str | None = None,
+    generation: Generation = FIRST_GENERATION,
+) -> dict[str, Any]:  # fmt: skip
+    """Train as one rank of the run that its folder describes; returns what it measured. `progress` is the folder of its progress page, which its
+    supervisor reads."""
     home = Path(folder)
     job = RunConfig(**read_json(home / "job.json"))
     plan = Plan.load(home / "plan.json")
@@ -120,13 +126,13 @@ def train_rank(
         raise RequestError("plan: device_order cannot move ranks that a launcher has already started on their devices: leave device_order out")
     local = local_rank if local_rank is not None else plan.device_order[rank] if plan.device_order else rank
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
-    with Recorder(home, rank, sinks, generation.number) as recorder:
+    with Recorder(home, rank, sinks, generation.number) as recorder, open_progress(progress, rank) as page:
         device = setup_device(plan.device_of(rank, local), plan.threads)
         recorder.event("start", pid=os.getpid(), device=str(device), world=world)
         if not joined:
             join_process_group(Rendezvous(rank, world, init_method, plan.backend, device.type, local, plan.sync.timeout_s))
         try:
-            return _TrainingLoop(job, plan, estimate, recorder, device, rank, generation).run(home)
+            return _TrainingLoop(job, plan, estimate, recorder, device, rank, page, generation).run(home)
         except NonFiniteLossError as error:
             if joined:  # no supervisor of ours records it
                 recorder.fault(Fault(time.time(), rank, type(error).__name__, str(error), secondary=error.secondary))
@@ -140,10 +146,12 @@ class _TrainingLoop:
     """The training loop of one rank: reads batches, steps the session, writes metrics."""
 
     def __init__(
-        self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int, generation: Generation
-    ) -> None:
+        self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int, page: ProgressPage,
+        generation: Generation,
+    ) -> None:  # fmt: skip
         self.job, self.plan, self.estimate, self.recorder, self.device, self.rank = job, plan, estimate, recorder, device, rank
-        self.generation = generation
+        self.page, self.generation = page, generation
+        self.injection = FaultInjection(parse_injected_faults(job.inject), rank, generation.number, self._say_injected)
         self.task = load_task(job)
         self.phases = PhaseClock()
         self.first_step = 0  # of this process: a run that goes on begins later
@@ -159,6 +167,7 @@ class _TrainingLoop:
     def run(self, folder: Path) -> dict[str, Any]:
         session = self._make_session()
         self._compare_ledger(session, folder, "start-up")
+        session.applied.groups.ledger.on_call = self.page.begin_collective
         self._fill(session)
         train, validation = self._make_loaders()
         checkpoints = RunCheckpoints(
@@ -169,6 +178,7 @@ class _TrainingLoop:
         self.recorder.event("applied", seconds=round(self.phases.seconds["build"], 3), held=session.applied.memory_bytes())
         if self.plan.memory.precision == "fp8":
             self.recorder.event("fp8", layers=len(session.applied.fp8.converted), in_bf16=dict(session.applied.fp8.skipped))
+        self.page.enter("load")
         self._load_state(session, train, checkpoints)
         with checkpoints.stop.watching():
             exposed = self._run_steps(session, train, validation, checkpoints, folder)
@@ -179,6 +189,7 @@ class _TrainingLoop:
         if not checkpoints.stop.signal:
             self._validate(session, validation, self.job.steps - 1)
             self.phases.mark("validation")
+            self.page.enter("save")
             self._leave_state(session, checkpoints, folder)
         checkpoints.close()
         self.phases.mark("save")
@@ -208,20 +219,25 @@ class _TrainingLoop:
         profile_at = self.first_step + _PROFILED_STEP if self.job.profile and self.job.steps - self.first_step > _PROFILED_STEP + 2 else -1
         self._reset_peak_memory()
         self.log.restart_clock()
+        self.page.enter("data")
         for step, batch in enumerate(train, self.first_step):
+            self.page.begin_step(step)
             for group in session.optimizer.param_groups:
                 group["lr"] = rate(step)
             run_step = partial(session.step, {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, self.task.loss)
-            if step == profile_at and self.rank == 0:
-                self.log.drain()
-                self.phases.mark("steps")
-                result, exposed = profile_step(run_step, self.device, folder / "trace.json")
-            else:
-                session.applied.groups.ledger.drain()
-                result = run_step()
+            with self.injection.around_step(step, session.model, self.page.last_own_seconds):
+                if step == profile_at and self.rank == 0:
+                    self.page.enter("profile")
+                    self.log.drain()
+                    self.phases.mark("steps")
+                    result, exposed = profile_step(run_step, self.device, folder / "trace.json")
+                else:
+                    session.applied.groups.ledger.drain()
+                    result = run_step()
             if step == last_warmup:
                 self._compare_ledger(session, folder, "step")
             self.log.add(step, result, rate(step))
+            self.page.end_step()
             if step in (profile_at, last_warmup):
                 self.log.close_interval(is_timed=False)
                 self.phases.mark("profile" if step == profile_at else "warm-up")
@@ -230,8 +246,10 @@ class _TrainingLoop:
                 self.phases.mark("steps")
                 checkpoints.after_validation(self._validate(session, validation, step))
                 self.phases.mark("validation")
+            self.page.enter("save")
             if checkpoints.after_step(is_warm=step >= last_warmup, is_last=step + 1 == self.job.steps):
                 break
+            self.page.enter("data")
         return exposed
 
     def _load_state(self, session: Session, train: data.Loader, checkpoints: RunCheckpoints) -> None:
@@ -304,6 +322,10 @@ class _TrainingLoop:
         if differences:
             print(f"meshwright: rank {self.rank}: communication of the {phase} differs from the plan: {differences[0]}", file=sys.stderr)
 
+    def _say_injected(self, fault: InjectedFault, step: int) -> None:
+        self.recorder.event("injected", step, fault=str(fault))
+        print(f"meshwright: rank {self.rank}: injected at step {step}: --inject {fault}", file=sys.stderr, flush=True)
+
     def _make_session(self) -> Session:
         torch.manual_seed(self.job.seed)
         model, self.birth, reason = born_in_pieces(self.job, self.task, self.plan)
@@ -349,6 +371,7 @@ class _TrainingLoop:
     def _validate(self, session: Session, make_batches: _MakeBatches, step: int) -> float | None:
         if not self.job.validate_batches:
             return None
+        self.page.enter("validation")
         self.log.drain()
         batches = ({k: v.to(self.device) for k, v in b.items()} for b in islice(make_batches(), self.job.validate_batches))
         loss = session.validate(batches, self.task.loss)

@@ -79,7 +79,8 @@ def judge(failures: Sequence[Failure], max_restarts: int, logs: str = "logs") ->
     delay_s = _DELAYS_S[min(len(repeated), len(_DELAYS_S) - 1)]
     source = f"the run goes on from step {last.state.step} ({last.state.name})" if last.state else "the run begins again: it has no saved state"
     wait = f" in {delay_s:.0f} s" if delay_s else ""
-    return Verdict(True, delay_s, f"{_describe(last.fault)} at step {last.step}; {source}{wait}, restart {len(failures)}", last.fault)
+    what = f"rank {last.fault.rank} hangs: {last.fault.message}" if last.fault.kind == "hang" else f"{_describe(last.fault)} at step {last.step}"
+    return Verdict(True, delay_s, f"{what}; {source}{wait}, restart {len(failures)}", last.fault)
 
 
 def is_restartable(fault: Fault) -> bool:
@@ -107,7 +108,7 @@ def _describe(fault: Fault) -> str:
         return f"{rank} was {kind}"
     if kind.startswith("exit "):
         return f"{rank} ended ({kind})"
-    words = {"stopped": "is stopped", "Timeout": "did not answer", "hang": "hangs"}
+    words = {"stopped": "is stopped", "Timeout": "did not answer"}
     return f"{rank} {words.get(kind) or f'failed ({kind})'}"
 
 

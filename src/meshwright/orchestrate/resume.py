@@ -87,6 +87,7 @@ def resumed_config(path: Path, given: Mapping[str, Any], environ: Mapping[str, s
         known = {key: value for key, value in known.items() if key not in (*_OF_MESH, "nproc")}
     if known.get("plan") == str(home.path / "plan.json"):  # it went on before
         known["plan"] = "auto"
+    known.pop("inject", None)  # a fault that was rehearsed has happened
     branch = {"name": None} if step is not None else {}
     config = RunConfig(**{**known, "init_from": None, **branch, **given, "resume": str(path)})
     if config.epochs is None and (manifest := _newest_manifest(root, step)) is not None:

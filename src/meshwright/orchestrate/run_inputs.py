@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
+from meshwright.core.injected_fault import FAULT_KINDS, parse_injected_faults
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.quantities import show_bytes
@@ -61,6 +62,8 @@ def run_folder(prepared: PreparedRun, log_progress: Callable[[str], None]) -> It
     """The run's folder with its inputs. A run that goes on gets its earlier inputs back if its ranks end before they have loaded its checkpoint: what
     was asked of it was wrong. Raises RequestError if the plan does not fit in memory."""
     require_fit(prepared)
+    for fault in parse_injected_faults(prepared.config.inject, world=prepared.plan.world, steps=prepared.config.steps):
+        log_progress(f"a fault will be injected: --inject {fault}: {FAULT_KINDS[fault.kind].what}")
     earlier = _folder_to_go_on_in(prepared)
     _check_disk(prepared, earlier.path if earlier is not None else Path(prepared.config.run_dir), log_progress)
     prefix = Path(prepared.task.name.removeprefix("hf:")).name
