@@ -3,6 +3,10 @@
 [Note: packed tokens]
 A forward pass sees (1, tokens): prompts, parts of prompts and single tokens of many sequences, without padding. Everything but attention treats
 tokens independently, given their positions. Attention writes new keys and values into pages and reads each sequence's own.
+
+[Note: single tokens]
+A call of attention for each sequence costs as much as copying some hundred of its tokens. So on a CPU the sequences that are short and have one new
+token each attend in one call: their keys and values are copied side by side, filled up to the longest with what a mask hides.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class AttentionOptions:
 DEFAULT_OPTIONS = AttentionOptions()
 _FLASH_TYPES = (torch.bfloat16, torch.float16)
 _FLASH_WIDTH = 256  # of a head at most
+_SHORT_BYTES = 2**20  # of a sequence's keys and values in one layer; see [Note: single tokens]
 
 
 def has_flash_attention(device: torch.device) -> bool:
@@ -55,6 +60,24 @@ class _Segment:
         return self.start + self.end - self.begin
 
 
+@dataclass(frozen=True)
+class _Singles:
+    """Sequences with one new token each that attend together: their rows among the packed tokens, their lengths (sequences, 1), where their tokens
+    lie (sequences, longest): filled up with the place of the first."""
+
+    rows: Tensor
+    lengths: Tensor
+    slots: Tensor
+
+    def mask(self, window: int) -> Tensor:
+        """Which tokens are seen: (sequences, 1, 1, longest)."""
+        places = torch.arange(self.slots.shape[1], device=self.slots.device)
+        seen = places < self.lengths
+        if window:
+            seen &= places >= self.lengths - window
+        return seen[:, None, None]
+
+
 class PackedBatch:
     """The chunks of one step as tensors. `attend` is called by each layer."""
 
@@ -75,9 +98,26 @@ class PackedBatch:
         self.logit_rows = torch.tensor(ends, dtype=torch.int64, device=device)
         self._slots = torch.cat(slots) if len(slots) > 1 else slots[0]
         self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._singles = self._find_singles()
         self._starts: Tensor | None = None  # rows at which sequences begin, if all of them do so in this step and flash attention is there
         if has_flash_attention(device) and all(chunk.start == 0 for chunk in chunks):
             self._starts = torch.tensor([0, *(segment.end for segment in self._segments)], dtype=torch.int32, device=device)
+
+    def _find_singles(self) -> _Singles | None:
+        """Takes the short sequences with one new token out of the segments, if there are several. See [Note: single tokens]."""
+        memory = self.memory
+        if not memory.is_allocated or memory.device.type != "cpu":
+            return None
+        longest = _SHORT_BYTES // max(memory.token_bytes // max(len(memory.shapes), 1), 1)
+        chosen = [s for s in self._segments if s.end - s.begin == 1 and s.length <= longest]
+        if len(chosen) < 2:
+            return None
+        taken = {s.begin for s in chosen}
+        self._segments = [s for s in self._segments if s.begin not in taken]
+        own = [s.slots if s.slots is not None else torch.arange(s.first, s.first + s.length) for s in chosen]
+        length = max(s.length for s in chosen)
+        slots = torch.stack([torch.cat([o, o[:1].expand(length - len(o))]) for o in own])
+        return _Singles(torch.tensor([s.begin for s in chosen]), torch.tensor([[s.length] for s in chosen]), slots)
 
     def _segment(self, chunk: Chunk, row: int) -> _Segment:
         size, pages = self.memory.page_tokens, chunk.pages
@@ -108,12 +148,27 @@ class PackedBatch:
         values.index_copy_(0, self._slots, value.transpose(0, 1))
         if self._starts is not None and query.dtype in _FLASH_TYPES and not options.softcap and query.shape[2] == value.shape[2] <= _FLASH_WIDTH:
             return self._attend_at_once(query, key, value, self._starts, options)
-        parts = []
+        out = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        if self._singles is not None:
+            out[self._singles.rows] = self._attend_together(query, keys, values, self._singles, options)
         for segment in self._segments:
             first = max(segment.length - options.window, 0) if options.window and segment.end - segment.begin == 1 else 0
             sequence_keys, sequence_values = (_read(cached, segment, first) for cached in (keys, values))
-            parts.append(self._attend(query[:, segment.begin : segment.end], sequence_keys, sequence_values, segment, options))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            own = slice(segment.begin, segment.end)
+            out[own] = self._attend(query[:, own], sequence_keys, sequence_values, segment, options)
+        return out
+
+    def _attend_together(self, query: Tensor, keys: Tensor, values: Tensor, singles: _Singles, options: AttentionOptions) -> Tensor:
+        """Sequences with one new token each, in one call: (sequences, heads, value width)."""
+        count, longest = singles.slots.shape
+        heads, kv_heads, width = query.shape[0], keys.shape[1], query.shape[2]
+        rows = query[:, singles.rows].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, width)
+        places = singles.slots.flatten()
+        k, v = (t.index_select(0, places).view(count, longest, kv_heads, -1).transpose(1, 2) for t in (keys, values))
+        key = (0, longest, options.window)
+        if key not in self._masks:
+            self._masks[key] = singles.mask(options.window)
+        return _scores_to_values(rows, k, v, self._masks[key], False, options).reshape(count, heads, -1)
 
     def _attend_at_once(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, options: AttentionOptions) -> Tensor:
         """All sequences in one call, which begin in this step."""

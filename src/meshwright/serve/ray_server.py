@@ -14,11 +14,12 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,13 @@ class RayServer:
 
     def run(self, host: str, port: int, announce: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         """Serve until a signal stops the command. `announce` is told the address when requests are taken."""
-        started = time.monotonic()
-        with self._connected(), self._serving(host, port) as (url, handle):
+        started, stdout = time.monotonic(), sys.stdout
+        # Ray prints what its processes say: that must not come between what this command prints.
+        with redirect_stdout(sys.stderr), self._connected(), self._serving(host, port) as (url, handle):
             found = self._wait_until_open(handle)
             _check_answers(url)
-            announce_ready(found, url, time.monotonic() - started, self._say, announce)
+            with redirect_stdout(stdout):
+                announce_ready(found, url, time.monotonic() - started, self._say, announce)
             self._watch()
 
     @contextmanager
