@@ -355,6 +355,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         "checkpoint": first["checkpoint"],
         "model": str(folder.path / MODEL_FOLDER) if prepared.config.export and (folder.path / MODEL_FOLDER).is_dir() else None,
         "validation": first["validation"],
+        "skipped_steps": first["skipped_steps"],
         "predicted": {"step_s": predicted.step_s, "memory_bytes": list(predicted.memory_bytes)},
         "measured": {
             "step_s": step,

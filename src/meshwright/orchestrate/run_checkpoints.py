@@ -62,10 +62,13 @@ class RunCheckpoints:
     """The checkpoints of one training run, as one of its ranks sees them. Every method but `close` is collective."""
 
     def __init__(
-        self, job: RunConfig, session: Session, recorder: Recorder, folder: Path, step_s: float, data_state: Callable[[], dict[str, Any]]
+        self, job: RunConfig, session: Session, recorder: Recorder, folder: Path, step_s: float, data_state: Callable[[], dict[str, Any]],
+        settle: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
+        """`settle` reads the losses of all finished steps, and says whether the state is finite, as far as is known."""
         self.job, self.session, self.recorder, self.stop = job, session, recorder, StopFlag()
         self.root = folder / FOLDER_NAME
+        self._settle = settle
         self._data_state, self._world = data_state, session.applied.groups.world
         self._every_steps, self._every_s = parse_interval(job.checkpoint_every)
         self._next_step: int | None = None
@@ -101,6 +104,8 @@ class RunCheckpoints:
     def save(self, *, wait: bool = False) -> None:
         if self.saved_step == self.session.steps_done:
             self._saver.wait()
+            return
+        if not self._settle():
             return
         run = {"data": self._data_state(), "config": self._settings(), "best": self.best}
         if self.recorder.rank == 0:
