@@ -59,7 +59,7 @@ class FiniteGuard:
         """Whether the optimizer must not step; on the device path the optimizer itself is told, and the answer is False."""
         finite = torch.isfinite(loss) if norm is None else torch.isfinite(loss) & torch.isfinite(norm)
         if self._on_device:
-            self._optimizer.found_inf = (~finite).to(torch.float32).view(1)  # type: ignore[attr-defined]
+            self._optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
             for buffer, kept in zip(self._buffers, self._kept, strict=True):
                 buffer.copy_(torch.where(finite, buffer, kept))
             return False
