@@ -25,7 +25,7 @@ def make_watch(folder: RunFolder, prepared: PreparedRun, log_progress: Callable[
 
     plan = prepared.plan
     is_even = plan.world == plan.mesh.data_parallel_size and plan.memory.zero < 3 and not plan.rank_devices and plan.device == "cpu"
-    counts = {stop - start for start, stop in map(plan.sample_range, range(plan.world))} if is_even else set()
+    counts = {count for _, count in map(plan.sample_range, range(plan.world))} if is_even else set()
     return ProgressWatch(hang_limit_of(prepared.config), say_slow if len(counts) == 1 and plan.world > 1 else None)
 
 
