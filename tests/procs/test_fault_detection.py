@@ -87,7 +87,7 @@ def test_the_users_own_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "faulty.py").write_text(FAULTY_TASK)
     monkeypatch.setenv("FAULT", "sleep")
     ended = train(tmp_path, model="faulty.py:task")
-    assert "it stands at faulty.py:18 in misbehave" in ended.error.strip().splitlines()[-1], ended.error[-3000:]
+    assert "it stands at faulty.py:15 in misbehave" in ended.error.strip().splitlines()[-1], ended.error[-3000:]
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "shard=2", "pp=2"])
