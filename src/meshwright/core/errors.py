@@ -24,11 +24,12 @@ class RunError(MeshwrightError):
 
 
 class NonFiniteLossError(RunError):
-    """The loss became NaN or infinite. `secondary`: this rank's own part of it was finite, so that the cause is on another rank."""
+    """The loss or the gradient became NaN or infinite. `secondary`: this rank's own part of it was finite, so that the cause is on another rank.
+    `rollback`: the run is to go on from its last good state."""
 
-    def __init__(self, message: str, *, secondary: bool = False) -> None:
+    def __init__(self, message: str, *, secondary: bool = False, rollback: bool = False) -> None:
         super().__init__(message)
-        self.secondary = secondary
+        self.secondary, self.rollback = secondary, rollback
 
 
 _MAX_LISTED = 40

@@ -29,3 +29,4 @@ class Fault:
     message: str
     traceback: str = ""
     secondary: bool = False  # a peer's connection closed: the cause is on another rank
+    rollback: bool = False  # the run is to go on from its last good state: what ranks hold is not wanted

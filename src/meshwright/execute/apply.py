@@ -120,14 +120,16 @@ class AppliedPlan:
             return {id(shard.param): b.layout.replication for b in self.gradient_sync.buckets for shard in b.optimizer_shards}
         return _param_replication(self.model, self.plan, self.pipeline)
 
-    def all_reduce_tied_gradients(self) -> None:
-        """Sum the gradients of parameters that several pipeline stages use over those stages."""
+    def all_reduce_tied_gradients(self, look: Callable[[str, Tensor], None] | None = None) -> None:
+        """Sum the gradients of parameters that several pipeline stages use over those stages; `look` is shown each before."""
         if self.pipeline is None or not self.pipeline.tied_groups:
             return
         params = dict(self.model.named_parameters())
         for name, comm in self.pipeline.tied_groups:
             if comm is not None and (param := params.get(name)) is not None and param.requires_grad:
                 gradient = self.gradient_sync.tied_gradient(param) if self.gradient_sync else full_gradient(param)
+                if look is not None:
+                    look(name, gradient)
                 comm.sync.all_reduce(gradient, f"tied/{name}").wait()
 
     def clip_gradients(self, max_norm: float) -> Tensor:

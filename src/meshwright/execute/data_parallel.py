@@ -26,6 +26,7 @@ class Reduction(NamedTuple):
 
 
 MEAN, SUM = Reduction(), Reduction("sum")
+LookAtGradients = Callable[[Sequence[nn.Parameter], Sequence[Tensor], Tensor], None]  # parameters, their gradients, and both in one flat buffer
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class ShardedBuffer(Protocol):
 
 class DataParallel(Protocol):
     """Synchronizes gradients by hooks on a model and its optimizer; works under `backward()` of any loop."""
+
+    def watch_own_gradients(self, look: LookAtGradients) -> None:
+        """Have each buffer of this rank's own gradients looked at just before it is reduced."""
 
     @property
     def buckets(self) -> Sequence[ShardedBuffer]:

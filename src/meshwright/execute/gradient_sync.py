@@ -23,7 +23,7 @@ from meshwright.core.comm import Comm
 from meshwright.core.plan import Plan, SyncPolicy
 from meshwright.execute.bucket_state import BucketState
 from meshwright.execute.compression_runtime import make_compressor
-from meshwright.execute.data_parallel import MEAN, Reduction, check_shardable, full_gradient
+from meshwright.execute.data_parallel import MEAN, LookAtGradients, Reduction, check_shardable, full_gradient
 from meshwright.execute.memory_runtime import storage_bytes
 from meshwright.execute.module_hooks import on_gradient_accumulated
 from meshwright.execute.process_groups import ProcessGroups
@@ -38,12 +38,15 @@ class BucketReducer:
     def __init__(self, groups: ProcessGroups, policy: SyncPolicy, zero: int, frees_buckets: bool) -> None:
         self.groups, self.zero, self.frees_buckets = groups, zero, frees_buckets
         self.reduction: Callable[[], Reduction] = lambda: MEAN
+        self.look: LookAtGradients | None = None
         self._compressor = make_compressor(policy)
         self._in_flight: deque[BucketState] = deque()  # buckets that are freed once reduced
 
     def launch(self, bucket: BucketState) -> None:
         grads = bucket.grads
         assert grads is not None
+        if self.look is not None:
+            self.look(bucket.params, bucket.grad_views, grads)
         op, factor = self.reduction()
         if factor is not None:
             grads.mul_(factor)
@@ -151,6 +154,9 @@ class GradientBuckets:
 
     def set_reduction(self, reduction: Callable[[], Reduction]) -> None:
         self._reducer.reduction = reduction
+
+    def watch_own_gradients(self, look: LookAtGradients) -> None:
+        self._reducer.look = look
 
     # -- during backward --
 

@@ -23,6 +23,7 @@ from meshwright.execute.averaged_buffers import average_buffers
 from meshwright.execute.batch_share import Share
 from meshwright.execute.counted_loss import LossCounter, without_recorder
 from meshwright.execute.data_parallel import MEAN, SUM, Reduction
+from meshwright.execute.finite_guard import Culprit, FiniteGuard
 from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.process_groups import ProcessGroups
 
@@ -36,7 +37,8 @@ class StepResult:
     loss: Tensor  # mean over the global batch, the same on every rank
     grad_norm: Tensor | None  # before clipping; None when nothing needed it
     own_loss: Tensor  # this rank's part of the sum that `loss` comes from; 0 on pipeline ranks without the last stage
-    skipped: bool = False  # fp16 only: the gradient overflowed and the step was not taken
+    skipped: bool = False  # the step was not taken: under fp16 the gradient overflowed, or the guard left it out
+    culprit: Culprit | None = None  # of this rank's own gradients, where steps are guarded
 
 
 class LossScaler:
@@ -78,11 +80,18 @@ class Session:
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.guard: FiniteGuard | None = None
         self._first_sample = plan.sample_range(plan.mesh.data_rank(self.applied.groups.rank))[0]
 
     @property
     def has_low_precision(self) -> bool:
         return self.autocast is not nullcontext
+
+    def guard_steps(self, *, needs_norm: bool) -> None:
+        """From now on leave out each step whose loss is not finite, or whose gradient is not, where its norm is known. `needs_norm`: it always is.
+        Under fp16 the loss scaler judges the gradient."""
+        on_device = self._fused and self.plan.device == "cuda" and self.plan.sync.compression == "none"
+        self.guard = FiniteGuard(self.applied, needs_norm=needs_norm, on_device=on_device)
 
     # -- training --
 
@@ -98,6 +107,8 @@ class Session:
         first_sample = share.first_sample if share else self._first_sample
         micro_batches = list(_split_micro_batches(batch, count, num_micro_batches, first_sample))
         with self._running():
+            if self.guard is not None:
+                self.guard.begin_step()
             self.applied.discard_gradients()
             if self.applied.pipeline is not None:
                 self._run_pipeline(micro_batches, total, loss_fn, loss_reducer)
@@ -125,7 +136,7 @@ class Session:
             run_stage = lambda index: self._weighted_loss(micro_batches[index], global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)  # noqa: E731
             pipeline.run([samples for _, _, samples in micro_batches], run_stage, loss_fn, self.autocast)
         loss_reducer.start_all_reduce(pipeline.loss_has_count)
-        self.applied.all_reduce_tied_gradients()
+        self.applied.all_reduce_tied_gradients(self.guard.look_at_tied if self.guard is not None else None)
         if self.applied.gradient_sync is not None:
             self.applied.gradient_sync.reduce_all()
 
@@ -151,36 +162,34 @@ class Session:
         if self.applied.gradient_sync:
             self.applied.gradient_sync.finish()
         loss, own_loss, correction = loss_reducer.result(global_batch)
-        norm, skipped = self._unscale_and_clip(correction)
+        norm, factor, skipped = self._measure_gradient(correction)
+        if self.guard is not None and self.guard.leaves_out(loss, norm if self.loss_scaler is None else None):
+            skipped = True
         if not skipped:
+            self._scale_gradients(factor if self.clip is None or norm is None else factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0))
             self.optimizer.step()
         if self._fused:
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
         self.applied.clear_gradients()
         self.steps_done += 1
-        return StepResult(loss, norm, own_loss, skipped)
+        return StepResult(loss, norm, own_loss, skipped, self.guard.culprit() if self.guard is not None else None)
 
-    def _unscale_and_clip(self, correction: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Unscale, weight by true counts and clip in one multiplication; return the norm, and whether fp16 overflowed."""
-        if self.clip is None and self.loss_scaler is None and correction is None:
-            return None, False
+    def _measure_gradient(self, correction: Tensor | None) -> tuple[Tensor | None, Tensor | float, bool]:
+        """(the norm where something needs it, the factor of the gradient for the loss scale and true counts, whether fp16 overflowed)."""
         factor: Tensor | float = (correction if correction is not None else 1.0) / (self.loss_scaler.value if self.loss_scaler else 1.0)
-        norm: Tensor | None = None
-        if self.clip is not None or self.loss_scaler is not None:
-            norm = self.applied.squared_norm().sqrt() * factor
-            if self.loss_scaler is not None:
-                finite = bool(torch.isfinite(norm))
-                self.loss_scaler.update(finite)
-                if not finite:
-                    return norm, True
-            if self.clip is not None:
-                factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-        if not (isinstance(factor, float) and factor == 1.0):
-            self._scale_gradients(factor)
-        return norm, False
+        if self.clip is None and self.loss_scaler is None and not (self.guard is not None and self.guard.needs_norm):
+            return None, factor, False
+        norm = self.applied.squared_norm().sqrt() * factor
+        if self.loss_scaler is None:
+            return norm, factor, False
+        finite = bool(torch.isfinite(norm))
+        self.loss_scaler.update(finite)
+        return norm, factor, not finite
 
     def _scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply gradients by `factor`. A fused optimizer divides by `grad_scale` while it reads them, which saves a pass over memory."""
+        if isinstance(factor, float) and factor == 1.0:
+            return
         if self._fused and torch.is_tensor(factor):
             self.optimizer.grad_scale = 1.0 / factor  # type: ignore[attr-defined]
         elif grads := self.applied.local_gradients():

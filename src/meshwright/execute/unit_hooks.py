@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm, Work
-from meshwright.execute.data_parallel import MEAN, Reduction
+from meshwright.execute.data_parallel import MEAN, LookAtGradients, Reduction
 from meshwright.execute.flat_buffer import FlatBuffer
 from meshwright.execute.module_hooks import on_gradient_accumulated
 from meshwright.execute.process_groups import ProcessGroups
+from meshwright.execute.shard_layout import param_views
 from meshwright.execute.sharded_unit import ShardedUnit
 
 
@@ -25,11 +26,14 @@ class ReduceScatterQueue:
         """At most `max_in_flight` buffers overlap with later computation, because they hold memory."""
         self.groups = groups
         self.reduction: Callable[[], Reduction] = lambda: MEAN
+        self.look: LookAtGradients | None = None
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, Tensor, Tensor, Work]] = deque()
 
     def launch(self, unit: ShardedUnit, flat: FlatBuffer) -> None:
         grads, reduced = flat.take_grads(), torch.empty_like(flat.local_shard)
+        if self.look is not None:
+            self.look(flat.params, param_views(grads, flat.layout, flat.params), grads)
         op, factor = self.reduction()
         if factor is not None:
             grads.mul_(factor)

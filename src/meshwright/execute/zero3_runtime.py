@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.plan import Plan
-from meshwright.execute.data_parallel import Reduction, check_shardable, full_gradient
+from meshwright.execute.data_parallel import LookAtGradients, Reduction, check_shardable, full_gradient
 from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
 from meshwright.execute.memory_runtime import low_precision_dtype, storage_bytes
 from meshwright.execute.process_groups import ProcessGroups
@@ -67,6 +67,9 @@ class FullyShardedUnits:
 
     def set_reduction(self, reduction: Callable[[], Reduction]) -> None:
         self._scatters.reduction = reduction
+
+    def watch_own_gradients(self, look: LookAtGradients) -> None:
+        self._scatters.look = look
 
     def before_backward(self, loss: Tensor) -> None:
         if self._root is not None and loss.requires_grad:

@@ -158,7 +158,10 @@ def run_fork_server() -> None:
             os.read(wakeup_read, 4096)
             _reap_workers(children, control)
         if control in ready:
-            message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
+            try:
+                message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
+            except ConnectionError:  # the command line has closed its end before it read the last reports
+                break
             if not message:
                 break
             request = json.loads(message)

@@ -1,10 +1,10 @@
 """Decides which rank hangs, and which is slow, from what ranks say in their progress pages. Pure: the clock and the pages are arguments.
 
 [Note: what counts as no progress]
-The time during which the supervisor has seen a rank's page unchanged, as far as the supervisor itself ran (a look that comes late counts nothing),
-the rank was not held by a debugger, and the rank's main thread did not wait for a core. So neither a supervisor that was stopped nor a machine
-with other work makes a hang. Ranks wait for each other, so all pages stand still when one rank hangs. The one that hangs is the one whose process
-is stopped, or else the one that is furthest behind: in steps, then in collectives. The others wait for it.
+The time during which the supervisor has seen a rank's page unchanged, as far as the supervisor itself ran (a look that comes late counts nothing)
+and the rank was not held by a debugger. Of the time in which the rank's main thread waited for a core, a quarter counts. So neither a supervisor that
+was stopped nor a machine with other work makes a hang. Ranks wait for each other, so all pages stand still when one rank hangs. The one that hangs is
+the one whose process is stopped, or else the one that is furthest behind: in steps, then in collectives. The others wait for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from meshwright.core.progress_page import WARM_STEPS, Progress
 
 MIN_HANG_S = 2.0
 _STEPS_PER_HANG = 10.0  # that many times the 99th percentile of the last steps
+_MIN_SHARE = 0.25  # of the time, that counts whatever the rank waited for: a loop without end waits for a core too
 _LATE_S = 1.0  # a look that comes later than that after the one before counts nothing
 _WATCHED = ("step", "data")
 SLOW_FACTOR = 1.3
@@ -59,7 +60,7 @@ class HangDetector:
             if before is None or before.progress.changed_ns != look.progress.changed_ns:
                 self._idle_s[rank] = 0.0
             elif waited <= _LATE_S and look.state != "t":
-                self._idle_s[rank] += max(waited - (look.core_wait_s - before.core_wait_s), 0.0)
+                self._idle_s[rank] += max(waited - (look.core_wait_s - before.core_wait_s), _MIN_SHARE * waited)
         self._last_now, self._last = now, dict(looks)
         if not looks or max(self._idle_s[rank] for rank in looks) < min(self._limit_s or MIN_HANG_S, MIN_HANG_S):
             return None

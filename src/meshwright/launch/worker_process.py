@@ -82,4 +82,4 @@ def describe_fault(error: BaseException, rank: int) -> Fault:
     # A user's mistake needs no traceback; anything else does.
     trace = "" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error))
     secondary = any(words in text for words in _SECONDARY_ERRORS) or getattr(error, "secondary", False)
-    return Fault(time.time(), rank, kind, message, trace, secondary)
+    return Fault(time.time(), rank, kind, message, trace, secondary=secondary, rollback=getattr(error, "rollback", False))

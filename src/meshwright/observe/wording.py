@@ -126,6 +126,9 @@ _WORDINGS: dict[str, Callable[[int, Mapping[str, Any]], str]] = {
     "born": _describe_birth,
     "resumed": _describe_resumed,
     "restart": _describe_restart,
+    "injected": lambda step, data: f"as --inject {data.get('fault', '?')} asks",
+    "skipped": lambda step, data: f"step {step} was left out; {data.get('skipped', '?')} so far",
+    "slow": lambda _, data: str(data.get("message", "")),
 }
 
 

@@ -104,7 +104,9 @@ class RunConfig(BaseModel):
     verify: bool = Field(True, description="compare a plan that is new for the model with one device before step 1; off: trust it")
     hang_s: float | str = Field("auto", description="seconds without progress that are a hang; auto: by the time of steps; none")
     inject: tuple[str, ...] = Field((), description='faults to rehearse, like ["kill:rank=1,step=7"]')
-    on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is NaN or infinite: end the run, or go on")
+    on_nan: Literal["stop", "skip", "rollback", "continue"] = Field(
+        "stop", description="on a loss or gradient that is NaN or infinite: end; skip the step; go on from the last good state; or apply it"
+    )
     digest: bool = Field(False, description="at the end, put a hash of the whole state into result.json; --json asks for it too")
     profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")
     tensorboard: bool = Field(False, description="also write TensorBoard events into the run's folder")

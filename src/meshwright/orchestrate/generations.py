@@ -71,14 +71,14 @@ def prepared_recovery(
 
 def call_ranks(
     folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None],
-    recovery: Recovery | None = None, watch: ProgressWatch | None = None,
+    recovery: Recovery | None = None, make_watch: Callable[[], ProgressWatch] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """The results of all ranks. With `recovery` the function takes a `generation`, with `watch` the folder of its `progress` page. A failure or
+    """The results of all ranks. With `recovery` the function takes a `generation`, with `make_watch` its page's folder, `progress`. A failure or
     a stop is recorded in the run folder, and its report written."""
     (folder.path / "logs").mkdir(exist_ok=True)
     try:
         with monitor:
-            return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery, watch)
+            return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery, make_watch)
     except RankFailure:
         with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
             write_report(folder)
@@ -94,7 +94,7 @@ def call_ranks(
 
 def _run_generations(
     folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], recovery: Recovery | None,
-    watch: ProgressWatch | None,
+    make_watch: Callable[[], ProgressWatch] | None,
 ) -> list[Any]:  # fmt: skip
     target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
     given = {"folder": str(folder.path.resolve()), **kwargs}
@@ -104,6 +104,7 @@ def _run_generations(
             with WorkerPool(fork_server, world, logs=folder.path / "logs") as workers:
                 try:
                     options = {"generation": generation} if recovery is not None else {}
+                    watch = make_watch() if make_watch is not None else None  # one that knows nothing of earlier generations' steps
                     return workers.call(target, {**given, **options}, stop_grace_s=_STOP_GRACE_S, watch=watch)
                 except RankFailure as failure:
                     may_restart = recovery is not None and recovery.max_restarts > 0 and not workers.is_stopping and is_restartable(failure.fault)

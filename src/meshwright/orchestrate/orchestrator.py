@@ -270,7 +270,7 @@ class Orchestrator:
         mark_restart = partial(self.phases.mark, BEFORE_RESTART)
         with run_folder(prepared, self.log_progress) as folder, prepared_recovery(prepared, fork_server, self.log_progress, mark_restart) as recovery:
             monitor = LiveMonitor(folder, console, self.config.log_interval)
-            watch = make_watch(folder, prepared, self.log_progress)
+            watch = partial(make_watch, folder, prepared, self.log_progress)
             ranks = call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, monitor, recovery, watch)
         if ranks[0]["stopped"] is not None:
             say_stopped(folder, ranks[0]["stopped"], self.log_progress)
@@ -333,6 +333,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         "checkpoint": first["checkpoint"],
         "model": str(folder.path / MODEL_FOLDER) if prepared.config.export and (folder.path / MODEL_FOLDER).is_dir() else None,
         "validation": [*(_earlier_validations(folder, first["first_step"]) if restarts else ()), *first["validation"]],
+        "skipped_steps": first["skipped_steps"],
         "predicted": {"step_s": predicted.step_s, "memory_bytes": list(predicted.memory_bytes)},
         "measured": {
             "step_s": step,

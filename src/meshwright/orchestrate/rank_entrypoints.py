@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import runpy
 import sys
@@ -51,6 +50,7 @@ from meshwright.orchestrate.births import born_in_pieces, build_whole, describe_
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import load_dataset, load_task, with_verified_samples
 from meshwright.orchestrate.lr_schedule import learning_rate
+from meshwright.orchestrate.nonfinite_policy import NonFinitePolicy
 from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.plan_verification import Check, make_collective_check
 from meshwright.orchestrate.rank_progress import open_progress
@@ -158,22 +158,20 @@ class _TrainingLoop:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.validations: list[dict[str, float]] = []
-        self.nonfinite_loss: NonFiniteLossError | None = None
-        self.last_record: StepRecord | None = None
         self.birth: Birth | None = None  # None: the model is built whole
         interval_steps = 1 if device.type == "cpu" else max(1, round(_METRICS_INTERVAL_S / max(estimate.step_s, 1e-4)))
         self.log = StepLog(device, interval_steps, self._write_metrics)
 
     def run(self, folder: Path) -> dict[str, Any]:
         session = self._make_session()
+        self.policy = NonFinitePolicy(self.job, session, self.recorder, folder)
         self._compare_ledger(session, folder, "start-up")
         session.applied.groups.ledger.on_call = self.page.begin_collective
         self._fill(session)
         train, validation = self._make_loaders()
         checkpoints = RunCheckpoints(
-            self.job, session, self.recorder, folder, self.estimate.step_s, train.state_dict,
-            settle=lambda: self._settle(session), snapshots=self.generation.snapshots,
-        )  # fmt: skip
+            self.job, session, self.recorder, folder, self.estimate.step_s, train.state_dict, self._settle, self.generation.snapshots
+        )
         self.phases.mark("build")
         self.recorder.event("applied", seconds=round(self.phases.seconds["build"], 3), held=session.applied.memory_bytes())
         if self.plan.memory.precision == "fp8":
@@ -182,9 +180,8 @@ class _TrainingLoop:
         self._load_state(session, train, checkpoints)
         with checkpoints.stop.watching():
             exposed = self._run_steps(session, train, validation, checkpoints, folder)
-        self.log.drain()
+        self._settle()
         self.phases.mark("steps")
-        self._check_finite()
         memory = self._peak_memory()
         if not checkpoints.stop.signal:
             self._validate(session, validation, self.job.steps - 1)
@@ -202,6 +199,7 @@ class _TrainingLoop:
             "first_step": self.first_step,
             "times": self.times,
             "validation": self.validations,
+            "skipped_steps": self.policy.skipped,
             "memory_bytes": memory,
             "state_digest": digest,
             "exposed": exposed,
@@ -226,9 +224,10 @@ class _TrainingLoop:
                 group["lr"] = rate(step)
             run_step = partial(session.step, {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, self.task.loss)
             with self.injection.around_step(step, session.model, self.page.last_own_seconds):
+                if step == profile_at:
+                    self.log.drain()
                 if step == profile_at and self.rank == 0:
                     self.page.enter("profile")
-                    self.log.drain()
                     self.phases.mark("steps")
                     result, exposed = profile_step(run_step, self.device, folder / "trace.json")
                 else:
@@ -241,7 +240,7 @@ class _TrainingLoop:
             if step in (profile_at, last_warmup):
                 self.log.close_interval(is_timed=False)
                 self.phases.mark("profile" if step == profile_at else "warm-up")
-            self._check_finite()
+            self.policy.check()
             if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
                 self.phases.mark("steps")
                 checkpoints.after_validation(self._validate(session, validation, step))
@@ -251,6 +250,12 @@ class _TrainingLoop:
                 break
             self.page.enter("data")
         return exposed
+
+    def _settle(self) -> bool:
+        """Read the losses of all finished steps, and end the run if one must end it; returns whether the state is finite, as far as is known."""
+        self.log.drain()
+        self.policy.check()
+        return self.policy.is_savable()
 
     def _load_state(self, session: Session, train: data.Loader, checkpoints: RunCheckpoints) -> None:
         """Go on from the freshest state after a fault, from a checkpoint, or begin with the weights of a folder, if the run is to."""
@@ -375,41 +380,13 @@ class _TrainingLoop:
         self.log.drain()
         batches = ({k: v.to(self.device) for k, v in b.items()} for b in islice(make_batches(), self.job.validate_batches))
         loss = session.validate(batches, self.task.loss)
-        if not math.isfinite(loss):
-            self._note_nonfinite(step, f"the validation loss is {loss} after step {step}")
+        self.policy.look_at_validation(step, loss)
         self.validations.append({"step": step, "loss": loss})
         self.recorder.event("validation", step=step, loss=loss)
         self.recorder.metrics({"step": step, "time": time.time(), "validation_loss": loss})
-        self._check_finite()
+        self.policy.check()
         self.log.restart_clock()
         return loss
-
-    # -- a loss that is not finite --
-
-    def _note_nonfinite(self, step: int, what: str, own_loss: float = 0.0, **facts: float | None) -> None:
-        """Record the first loss that is not finite, and say it. The ranks end later, in `_check_finite`, all of them after the same step."""
-        if self.nonfinite_loss is not None:
-            return
-        own = "" if math.isfinite(own_loss) else f"; it comes from rank {self.rank}, whose own part is {own_loss}"
-        advice = "lower learning_rate, raise warmup_steps or use another precision; --set on_nan=continue goes on"
-        self.nonfinite_loss = NonFiniteLossError(f"{what}{own}: {advice}", secondary=math.isfinite(own_loss))
-        self.recorder.event("nan", step, message=f"{what}{own}", **facts)
-        if self.rank == 0 and self.job.on_nan == "continue":
-            print(f"meshwright: {what}{own}; the run goes on, as on_nan=continue asks", file=sys.stderr)
-
-    def _check_finite(self) -> None:
-        """End the run if a loss that was read is not finite. The loss is the same on every rank, and each reads it after the same steps."""
-        if self.nonfinite_loss is not None and self.job.on_nan == "stop":
-            raise self.nonfinite_loss
-
-    def _settle(self, session: Session) -> bool:
-        """Read the losses of all finished steps, and end the run if one is not finite. Returns whether the state is finite, as far as is known."""
-        self.log.drain()
-        self._check_finite()
-        last = self.last_record
-        if last is None or session.loss_scaler is not None:  # which leaves out steps whose gradients are not finite
-            return last is None or math.isfinite(last.loss)
-        return math.isfinite(last.loss) and (last.grad_norm is None or math.isfinite(last.grad_norm))
 
     # -- measuring --
 
@@ -418,11 +395,7 @@ class _TrainingLoop:
         memory = self._peak_memory()
         for record in records:
             self.losses.append(record.loss)
-            self.last_record = record
-            if not math.isfinite(record.loss):
-                norm = "unknown" if record.grad_norm is None else f"{record.grad_norm:.4g}"
-                what = f"the loss is {record.loss} at step {record.step} (learning rate {record.learning_rate:.4g}, gradient norm {norm})"
-                self._note_nonfinite(record.step, what, record.own_loss, learning_rate=record.learning_rate, grad_norm=record.grad_norm)
+            self.policy.look(record)
             if record.is_timed and record.step >= self.first_step + _WARMUP_STEPS:
                 self.times.append(record.seconds)
             samples = self.plan.global_batch / record.seconds

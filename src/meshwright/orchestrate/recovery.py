@@ -79,12 +79,13 @@ def judge(failures: Sequence[Failure], max_restarts: int, logs: str = "logs") ->
     delay_s = _DELAYS_S[min(len(repeated), len(_DELAYS_S) - 1)]
     source = f"the run goes on from step {last.state.step} ({last.state.name})" if last.state else "the run begins again: it has no saved state"
     wait = f" in {delay_s:.0f} s" if delay_s else ""
-    what = f"rank {last.fault.rank} hangs: {last.fault.message}" if last.fault.kind == "hang" else f"{_describe(last.fault)} at step {last.step}"
-    return Verdict(True, delay_s, f"{what}; {source}{wait}, restart {len(failures)}", last.fault)
+    return Verdict(True, delay_s, f"{_describe(last.fault, last.step)}; {source}{wait}, restart {len(failures)}", last.fault)
 
 
 def is_restartable(fault: Fault) -> bool:
     """Whether the same steps may succeed in new processes. See [Note: what a restart can mend]."""
+    if fault.rollback:  # on_nan=rollback: what is not finite again is left out
+        return True
     if fault.rank < 0 or fault.kind in _NEVER or fault.kind.startswith(_ASKED_TO_END):
         return False
     if fault.secondary or fault.kind in _UNANSWERED or fault.kind.startswith(("killed by ", "exit ")):
@@ -102,14 +103,19 @@ def _without_progress(failures: Sequence[Failure]) -> Sequence[Failure]:
     return failures[first:]
 
 
-def _describe(fault: Fault) -> str:
+def _describe(fault: Fault, step: int) -> str:
     rank, kind = f"rank {fault.rank}", fault.kind
+    if kind == "hang":
+        return f"{rank} hangs: {fault.message}"
+    if fault.rollback:
+        return fault.message.rpartition(": ")[0]
     if kind.startswith("killed by "):
-        return f"{rank} was {kind}"
-    if kind.startswith("exit "):
-        return f"{rank} ended ({kind})"
-    words = {"stopped": "is stopped", "Timeout": "did not answer"}
-    return f"{rank} {words.get(kind) or f'failed ({kind})'}"
+        what = f"was {kind}"
+    elif kind.startswith("exit "):
+        what = f"ended ({kind})"
+    else:
+        what = {"stopped": "is stopped", "Timeout": "did not answer"}.get(kind, f"failed ({kind})")
+    return f"{rank} {what} at step {step}"
 
 
 def _diagnosis(repeated: Sequence[Failure], logs: str) -> Fault:

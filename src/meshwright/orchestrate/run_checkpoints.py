@@ -109,7 +109,8 @@ class RunCheckpoints:
         if self.saved_step == self.session.steps_done:
             self._saver.wait()
             return
-        self._settle()
+        if not self._settle():
+            return
         if self.recorder.rank == 0:
             self.recorder.event("saving", self.session.steps_done)
         self._saver.save(describe_session(self.session, self._run_state()), wait=wait)

@@ -128,8 +128,8 @@ def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
     write_json(path / "job.json", resolved)
     prepared.plan.save(path / "plan.json")
     write_json(path / "cluster.json", prepared.cluster)
-    clip = prepared.config.clip > 0 or prepared.plan.memory.precision == "fp16"  # fp16 checks the gradient norm for overflow
-    write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=clip, broadcasts=False))
+    needs_norm = prepared.plan.memory.precision == "fp16" or prepared.config.on_nan in ("skip", "rollback")  # they look at the gradient
+    write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=prepared.config.clip > 0 or needs_norm, broadcasts=False))
     why = f"{prepared.why}\n{prepared.learning_rate}"
     write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": why, "ranking": ranking_rows(prepared.ranking)})
 

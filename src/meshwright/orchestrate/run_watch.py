@@ -18,13 +18,14 @@ def make_watch(folder: RunFolder, prepared: PreparedRun, log_progress: Callable[
 
     def say_slow(slow: SlowRank) -> None:
         line = f"{slow.own_s:.2g} s of its own in a step, {slow.factor:.1f} times the others' {slow.others_s:.2g} s; they wait for it"
-        log_progress(f"rank {slow.rank} is slow: {line}")
+        line = f"rank {slow.rank} is slow: {line}"
+        log_progress(line)
         with contextlib.suppress(RequestError), Recorder(folder.path, 0) as recorder:
-            recorder.event("slow", slow_rank=slow.rank, factor=slow.factor, own_s=slow.own_s, others_s=slow.others_s)
+            recorder.event("slow", message=line, slow_rank=slow.rank, factor=slow.factor, own_s=slow.own_s, others_s=slow.others_s)
 
     plan = prepared.plan
     is_even = plan.world == plan.mesh.data_parallel_size and plan.memory.zero < 3 and not plan.rank_devices and plan.device == "cpu"
-    counts = {stop - start for start, stop in map(plan.sample_range, range(plan.world))} if is_even else set()
+    counts = {count for _, count in map(plan.sample_range, range(plan.world))} if is_even else set()
     return ProgressWatch(hang_limit_of(prepared.config), say_slow if len(counts) == 1 and plan.world > 1 else None)
 
 

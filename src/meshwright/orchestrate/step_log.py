@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.execute.finite_guard import Culprit
 from meshwright.execute.session import StepResult
 
 
@@ -50,6 +51,7 @@ class StepRecord:
     grad_norm: float | None
     learning_rate: float
     seconds: float
+    culprit: Culprit | None  # of this rank's own gradients
     is_timed: bool  # False for warm-up and profiled steps, whose time is not representative
 
 
@@ -58,6 +60,7 @@ class _Interval:
     steps: list[tuple[int, float]]  # step and learning rate
     losses: Tensor  # of all steps, then this rank's own of all steps
     grad_norms: Tensor | None
+    culprits: list[Culprit | None]
     start: Any
     end: Any
     is_timed: bool
@@ -97,7 +100,10 @@ class StepLog:
         start, self._interval_start = self._interval_start, self._timestamp()
         steps = [(step, rate) for step, _, rate in self._pending_steps]
         self._pending_steps.clear()
-        previous, self._in_flight = self._in_flight, _Interval(steps, losses, host_norms, start, self._interval_start, is_timed)
+        previous, self._in_flight = (
+            self._in_flight,
+            _Interval(steps, losses, host_norms, [r.culprit for r in results], start, self._interval_start, is_timed),
+        )
         if previous is not None:
             self._write_interval(previous)
         if not self._cuda:
@@ -117,5 +123,6 @@ class StepLog:
         seconds = interval.end.seconds_since(interval.start) / len(interval.steps)
         losses, own_losses = interval.losses.view(2, -1).tolist()
         norms = interval.grad_norms.tolist() if interval.grad_norms is not None else [None] * len(losses)
-        rows = zip(interval.steps, losses, own_losses, norms, strict=True)
-        self._write([StepRecord(step, loss, own, norm, rate, seconds, interval.is_timed) for (step, rate), loss, own, norm in rows])
+        timed = interval.is_timed
+        rows = zip(interval.steps, losses, own_losses, norms, interval.culprits, strict=True)
+        self._write([StepRecord(step, loss, own, norm, rate, seconds, culprit, timed) for (step, rate), loss, own, norm, culprit in rows])
