@@ -149,11 +149,61 @@ class SingleValueNorms(nn.Module):
         return self.norm(x.mean(1))  # type: ignore[no-any-return]
 
 
+class SharedNorm(nn.Module):
+    """One norm takes the outputs of three blocks, after all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(6)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for block in self.blocks[:3]:
+            x = block(x)
+            outputs.append(x)
+        x = sum(0.5**i * self.norm(out) for i, out in enumerate(outputs))
+        for block in self.blocks[3:]:
+            x = block(x)
+        return x
+
+
+class Stem(nn.Module):
+    """Returns a mask beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block(x), x.detach().mean(-1) > 0
+
+
+class MaskedBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).masked_fill(mask, 0.5)
+
+
+class MaskFromStem(nn.Module):
+    """Its own code makes a mask for all blocks of one that its first layer returned: no parameters are in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = Stem(), nn.ModuleList(MaskedBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mask = self.stem(x)
+        mask = mask.logical_not()[..., None]
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
 KINDS: dict[str, Any] = {
     "slices": lambda: nn.Sequential(Block(), Slice(), Block(), Block()),
     "activations in place": lambda: nn.Sequential(Block(), InPlace(), InPlace(), InPlace()),
     "hooks that collect": Collecting, "asked for a dtype": AskedForDtype, "indices beside activations": Reordering,
     "parameters used twice": Queries, "lists with None": OptionalLayers,
+    "one norm for many": SharedNorm, "a mask from a stem": MaskFromStem,
 }  # fmt: skip
 REFUSED: dict[str, Any] = {"norms of single values": SingleValueNorms}
 

@@ -170,10 +170,17 @@ def _install_collectives(
     for name in policy.partial_grad_parameters:  # replicated parameters inside a tensor-parallel region: their gradients are partial sums
         module, _, key = name.rpartition(".")
         copy = CompiledSite(comm, f"tp_grad/{name}").copy_to_region if traced else _copy_to_region(comm, f"tp_grad/{name}", [], None, cache)
-        replace_parameter(modules[module], key, copy)
+        for holder, held_as in _registrations(modules[module], key, modules.values()):
+            replace_parameter(holder, held_as, copy)
     rewrite_sizes(modules, policy.size_rewrites, logical_dims, comm)
     for name, logical_dim in {site.module: site.logical_dim for site in policy.norm_sites}.items():
         shard_norm(modules[name], _shard_sizes(logical_dims[logical_dim], comm), NormCollective(comm, f"norm/{name}", cache), eager)
+
+
+def _registrations(module: nn.Module, key: str, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """All places where a module's tensor is registered: layers that share a parameter, which has the name of the first."""
+    tensor = module._parameters.get(key, module._buffers.get(key))
+    return [(m, k) for m in modules for registry in (m._parameters, m._buffers) for k, t in registry.items() if t is not None and t is tensor]
 
 
 def _one_per_input(sites: Iterable[CollectiveSite]) -> Iterable[CollectiveSite]:

@@ -208,6 +208,7 @@ class _BoundaryIndex:
         for i, op in enumerate(dataflow.operations):
             for value in op.outputs:
                 self._producers.setdefault(value, []).append(i)
+        self._skipped_from = _skipped_from(dataflow, self._parameter_calls)
         uses = self.graph.consumers
         self._lifetimes = sorted((self._producers[v][0], uses[v][-1], v) for v in uses if v in self._producers)
         self.finished_modules, self.crossing_values = cache(self._find_finished_modules), cache(self._find_crossing_values)
@@ -222,12 +223,11 @@ class _BoundaryIndex:
 
     def _find_crossing_values(self, start: int) -> dict[int, list[int]]:
         """Values produced before operation `start` and used from there on, with the operations that use them."""
-        crossing, finished = {}, self.finished_modules(start)
+        crossing = {}
         for produced, last_use, value in self._lifetimes:
             if produced >= start:
                 break
-            in_finished = (m.first_op <= i < m.end_op for m in finished for i in self._producers[value])
-            if last_use >= start and (self._depends_on_parameters[value] or any(in_finished)):
+            if last_use >= start and (self._depends_on_parameters[value] or self._skipped_from[value] <= start):
                 ops = self.graph.consumers[value]
                 crossing[value] = ops[bisect_left(ops, start) :]
         return crossing
@@ -242,6 +242,21 @@ def _depends_on_parameters(dataflow: Dataflow, parameters: Collection[str]) -> l
             for value in op.outputs:
                 depends[value] = True
     return depends
+
+
+def _skipped_from(dataflow: Dataflow, parameter_calls: Sequence[tuple[ModuleCall, int]]) -> list[float]:
+    """By value, the operation from which a stage that begins there skips a module in which the value, or something that it is computed from, is made:
+    such a stage has only placeholders of it, also where no parameters are in it (a mask that a convolutional stem shortens)."""
+    starts: list[float] = [math.inf] * len(dataflow.operations)
+    for call, last_end in parameter_calls:
+        for index in range(call.first_op, call.end_op):
+            starts[index] = min(starts[index], last_end)
+    found: list[float] = [math.inf] * len(dataflow.values)
+    for op, start in zip(dataflow.operations, starts, strict=True):
+        start = min((start, *(found[v] for v in op.inputs)))
+        for value in op.outputs:
+            found[value] = min(found[value], start)
+    return found
 
 
 def _boundary_activations(
@@ -261,6 +276,7 @@ def _boundary_activations(
             or source is None
             or source.boundary > boundary
             or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops)
+            or not all(_takes_in_every_call(graph, m, value, entry.first_op) for m in outer)
         ):
             return ()
         fixed = flow.sample_dims.isdisjoint(s for dim in tensor.logical_dims for s in dim)
@@ -270,6 +286,13 @@ def _boundary_activations(
         where = source.module, source.position, consumers, size, source.at_module_input
         activations.append(BoundaryActivation(*where, *sharded_dim, fixed, tensor.needs_grad))
     return tuple(activations)
+
+
+def _takes_in_every_call(graph: DataflowGraph, consumer: ModuleCall, value: int, start: int) -> bool:
+    """Whether each call of a module from operation `start` on has this value at the same position: a stage injects it into all of them."""
+    position = consumer.inputs.index(value)
+    later = (m for m in graph.calls_by_module[consumer.module] if m.first_op >= start)
+    return all(m.inputs[position : position + 1] == (value,) for m in later)
 
 
 def _find_parameter_calls(dataflow: Dataflow, depends_on_parameters: Sequence[bool]) -> list[tuple[ModuleCall, int]]:
