@@ -44,7 +44,7 @@ from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.backend_selection import add_measured_routes, select_routes
 from meshwright.orchestrate.checkpoint_interval import parse_interval
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.generations import call_ranks, prepared_recovery, restart_rows
+from meshwright.orchestrate.generations import call_ranks, prepared_recovery, restart_rows, script_recovery
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
@@ -279,7 +279,7 @@ class Orchestrator:
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
         self._require_local_cluster()
-        environment = script_environment(self.config)
+        environment = {**script_environment(self.config), "MESHWRIGHT_SNAPSHOT_EVERY": str(self.config.snapshot_every)}
         if rank_devices := assign_rank_devices(self.cluster, len(self.cluster.devices)):
             environment[DEVICES_VARIABLE] = ",".join(rank_devices)
         world = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
@@ -288,8 +288,9 @@ class Orchestrator:
         write_json(folder.path / "job.json", {"script": script, "arguments": arguments})
         write_json(folder.path / "cluster.json", self.cluster)
         kwargs = {"script": script, "arguments": arguments, "environment": environment}
-        seconds = call_ranks(folder, self.fork_server(), world, "run_script", kwargs, nullcontext())
-        return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds)}
+        with script_recovery(self.config, self.fork_server()) as recovery:
+            seconds = call_ranks(folder, self.fork_server(), world, "run_script", kwargs, nullcontext(), recovery)
+        return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds), "restarts": restart_rows(folder)}
 
     def _require_local_cluster(self) -> None:
         if self.config.cluster != "here":
