@@ -77,11 +77,15 @@ class _Prepared:
 class Run:
     """A prepared run: iterate `loader` and call `step`; or unpack it, in the order in which `prepare` was given things, for a loop of your own."""
 
-    def __init__(self, session: Session, given: _Prepared, loaders: Sequence[RankLoader], why: str, *, reader: RankLoader) -> None:
-        """`loaders` are those of `given`, split over ranks; `reader` is the first, or another run's where this one has none."""
+    def __init__(
+        self, session: Session, given: _Prepared, loaders: Sequence[RankLoader], why: str, *, reader: RankLoader, snapshots: str = "",
+        snapshot_every: str = "",
+    ) -> None:  # fmt: skip
+        """`loaders` are those of `given`, split over ranks; `reader` is the first, or another run's where this one has none. `snapshots` is a folder
+        in memory, if there are to be any."""
         self.session, self.loader, self.why = session, reader, why
         self._given, self._loaders = given, loaders
-        self._state = ScriptState(session, loaders, given.schedulers, given.scalers)
+        self._state = ScriptState(session, loaders, given.schedulers, given.scalers, snapshots, snapshot_every or "auto")
         self._own_loop = OwnLoop(session, loaders)
 
     def __iter__(self) -> Iterator[Any]:
@@ -171,6 +175,7 @@ def prepare(
     seed: int = 0,
     clip: float | None = None,
     weights: str | Path | None = None,
+    recover: bool = True,
     **constraints: Any,
 ) -> Run:
     """Plan (or take the launcher's plan) and apply the plan to the model in place. With `loss_fn` the planner also accounts for activations.
@@ -180,6 +185,8 @@ def prepare(
     A model on the meta device, one of `deferred_init`, or a function that makes the model, with one that makes the optimizer for it, is never whole
     on a rank: each makes its own pieces. `weights` is a folder of safetensors, or a run, that the model begins with.
     `constraints` fix choices of the planner, as `--set` does: `mesh="tp=2"`, `precision="bf16"`, `zero=3`, `recompute="full"`, …
+    Under `meshwright train`, a script that calls `run.resume` is started again after a fault that new processes may not meet again, and `resume` then
+    goes on from the freshest state, in the middle of a pass; `recover=False` leaves that out.
     `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or its reference FILE.py:NAME.
     """
     given, config = _by_type(call_factories(objects)), script_config(os.environ, constraints)
@@ -207,7 +214,9 @@ def prepare(
     if launched.rank == 0:
         _report_plan(chosen, why, launched)
     loaders = prepare_loaders(given_loaders or (first,), session, device)
-    return Run(session, given, loaders if given.loaders else (), why, reader=loaders[0])
+    snapshots = launched.snapshots if recover else ""
+    own = loaders if given.loaders else ()
+    return Run(session, given, own, why, reader=loaders[0], snapshots=snapshots, snapshot_every=launched.snapshot_every)
 
 
 def _by_type(objects: Sequence[Any]) -> _Prepared:

@@ -49,7 +49,7 @@ def train(place: Path, *words: str, model: str = "small.py:task", steps: int = 1
     place.mkdir(exist_ok=True)
     (place / "small.py").write_text(MODEL)
     command = [*MESHWRIGHT, "train", model, "--mesh", plan, "--steps", str(steps), "--run-dir", f"runs-{time.time()}", "--json"]
-    quick = ("--set", "verify=false", "--set", "profile=false", "--set", "warmup_steps=2")
+    quick = ("--set", "verify=false", "--set", "profile=false", "--set", "warmup_steps=2", "--set", "max_restarts=0")
     done = subprocess.run([*command, *quick, *words], cwd=place, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     folder = next(iter(place.glob(f"{command[command.index('--run-dir') + 1]}/*")), place)
     return Ended(done.returncode, done.stderr, json.loads(done.stdout) if done.stdout.strip() else {}, folder)
@@ -153,9 +153,14 @@ def test_many_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     assert {e["step"] for e in ended.events("skipped")} == set(range(4, 13))
 
 
-def test_rollback_asks_for_a_restart(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--inject", "nan:rank=1,step=5", "--set", "on_nan=rollback")
-    assert [(e["rank"], e["data"]["rollback"]) for e in ended.events("fault")] == [(1, True)] or ended.code == 0
+@pytest.mark.parametrize(("again", "skipped"), [(0, []), (1, [5])])
+def test_rollback_takes_the_step_again_and_skips_what_comes_back(again: int, skipped: list[int], tmp_path: Path) -> None:
+    ended = train(tmp_path, "--inject", f"nan:rank=1,step=5,again={again}", "--set", "on_nan=rollback", "--set", "max_restarts=3")
+    assert ended.code == 0, ended.error[-3000:]
+    assert [(e["rank"], e["data"]["rollback"]) for e in ended.events("fault")] == [(1, True)]
+    assert len(ended.events("restart")) == 1
+    assert ended.result["skipped_steps"] == skipped
+    assert len(ended.result["losses"]) == 12
 
 
 def test_a_slow_rank_is_named_once(tmp_path: Path) -> None:

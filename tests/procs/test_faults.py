@@ -191,7 +191,7 @@ def test_a_fault_does_what_the_table_says(row: Row, tmp_path: Path, measured: No
     if "run folder" in row.left:
         assert bool(outcome.stops) == (row.exit in (130, 143))
         ranks = [fault["rank"] for fault in outcome.faults]
-        restarts = 3 * ("in every generation" in row.fault) + ("goes on from" in row.seen)
+        restarts = 3 * ("in every generation" in row.fault) + ("restart 1" in row.seen)
         ends = row.exit == 1 and row.fault != "disk full"
         assert ranks == [1 if row.hits == "one rank" else -1] * (restarts + ends)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.procs.fault_cases import FAULTY_TASK, Outcome, Run, await_condition, start_run, wait_for_end
+from meshwright.checkpoint.checkpoint_folder import problems_of
+from meshwright.checkpoint.manifest import read_manifest
+from tests.procs.fault_cases import FAULTY_TASK, MESHWRIGHT, PATIENCE_S, Outcome, Run, await_condition, start_run, wait_for_end
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine is no failure
 STEPS = 40
@@ -155,6 +159,80 @@ def test_a_run_that_comes_further_each_time_is_never_given_up(tmp_path: Path) ->
     assert outcome.code == 0, outcome.error[-3000:]
     result = json.loads((run.folder / "result.json").read_text())
     assert len(result["losses"]) == 12 and len(result["restarts"]) == len(result["faults"]) >= 3
+
+
+def test_a_run_that_cannot_be_mended_leaves_its_newest_snapshot_as_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY_TASK)
+    run = start_run(tmp_path, *ALWAYS, "--set", "snapshot_every=1", model="faulty.py:task", steps=12, environ={"FAULT": "exception"})
+    outcome = wait_for_end(run)
+    assert outcome.code == 1 and len(outcome.faults) == 1 and not left_in_memory(run)
+    (saved,) = (run.folder / "checkpoints").iterdir()
+    assert saved.name in ("2", "3")
+    assert f"meshwright: step {saved.name} is saved; to go on from it: meshwright train --resume {run.folder}\n" in outcome.error
+    assert not list(problems_of(saved, read_manifest(saved)))
+
+
+# A script whose rank 1 kills itself once, after its 17th of 36 steps. It leaves a hash of the weights.
+SCRIPT = """
+import hashlib, os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+import meshwright as mw
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+loader = DataLoader(TensorDataset(torch.randn(96, 6)), batch_size=8, shuffle=True)
+
+def loss_fn(model, batch):
+    return model(batch[0]).square().mean()
+
+recover = "keep" not in sys.argv
+run = mw.prepare(model, optimizer, loader, scheduler, loss_fn=loss_fn, mesh="dp=2", recover=recover)
+if "resume" in sys.argv:
+    run.resume("checkpoints")
+steps = 0
+for epoch in range(run.epoch, 3):
+    for batch in run.loader:
+        if "own" in sys.argv:
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            scheduler.step()
+        else:
+            run.step(batch, loss_fn)
+        steps += 1
+        if "kill" in sys.argv and steps == 17 and run.rank == 1 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), 9)
+state = run.state_dict()
+if run.is_first:
+    print("steps", steps)
+    print("weights", hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in state.values())).hexdigest())
+"""
+
+
+def scripted(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    place.mkdir()
+    (place / "script.py").write_text(SCRIPT)
+    command = [*MESHWRIGHT, "train", "script.py", "--nproc", "2", "--set", "snapshot_every=4", "--set", "verify=false", "--", *arguments]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+@pytest.mark.parametrize("loop", ["step", pytest.param("own", marks=pytest.mark.prove)])
+def test_a_script_that_resumes_goes_on_in_the_middle_of_a_pass(loop: str, tmp_path: Path) -> None:
+    killed, straight = scripted(tmp_path / "killed", "resume", "kill", loop), scripted(tmp_path / "straight", loop)
+    assert killed.returncode == straight.returncode == 0, killed.stderr[-3000:]
+    assert killed.stdout.splitlines()[-1] == straight.stdout.splitlines()[-1]
+    assert re.search(r"rank 1 was killed by SIGKILL; the run goes on from step (12|16) \(a snapshot in memory\), restart 1", killed.stderr)
+    assert {killed.stdout.split()[1], straight.stdout.split()[1]} <= {"20", "24", "36"}
+
+
+@pytest.mark.parametrize("words", [("kill",), pytest.param(("resume", "kill", "keep"), marks=pytest.mark.prove)])
+def test_a_script_that_does_not_say_that_it_goes_on_ends(words: tuple[str, ...], tmp_path: Path) -> None:
+    ended = scripted(tmp_path / "killed", *words)
+    assert ended.returncode == 1 and "restart" not in ended.stderr
+    assert "rank 1 failed: killed by SIGKILL" in ended.stderr
 
 
 def test_a_killed_supervisor_leaves_no_process_and_nothing_in_memory(tmp_path: Path) -> None:

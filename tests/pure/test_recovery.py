@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from meshwright.core.event import Event, Fault
 from meshwright.observe.run_folder import RunFolder
 from meshwright.observe.run_status import infer_status
 from meshwright.orchestrate import snapshot_folder
-from meshwright.orchestrate.generations import saved_states
+from meshwright.orchestrate.generations import saved_states, steps_done
 from meshwright.orchestrate.recovery import Failure, SavedState, is_restartable, judge
 
 
@@ -95,6 +96,24 @@ def test_one_line_says_what_happened_and_from_where_the_run_goes_on() -> None:
     assert judge([failed(7, 6), failed(9, 6, "exit 3")], 3).line.endswith(
         "rank 1 ended (exit 3) at step 9; the run goes on from step 6 (a snapshot in memory) in 1 s, restart 2"
     )
+
+
+def test_the_last_step_is_read_from_the_end_of_the_metrics(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert steps_done(run) == 0
+    records = [*({"time": 1, "step": step, "loss": 2.0} for step in range(5000)), {"time": 1, "step": 4999, "validation_loss": 1.0}]
+    lines = [json.dumps(record) for record in records]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"time":1,"step":50']))
+    assert steps_done(run) == 5000
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"time":2,"step":4200,"loss":null}', ""]))  # done again
+    assert steps_done(run) == 4201
+
+
+def test_a_script_has_no_steps_that_are_known() -> None:
+    state = SavedState("/dev/shm/x", 6, "snapshot")
+    line = judge([Failure(fault("exit 3"), None, state)], 3).line
+    assert line == "rank 1 ended (exit 3); the run goes on from step 6 (a snapshot in memory), restart 1"
+    assert "failed 2 times, and no restart" in judge([Failure(fault("exit 3"), None, state)] * 2, 1).fault.message
 
 
 def made_state(root: Path, step: int) -> None:

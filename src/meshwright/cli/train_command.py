@@ -162,6 +162,9 @@ def _print_summary(result: dict[str, Any], prepared: PreparedRun | None) -> None
         stderr.print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{validation} in {show_seconds(result['seconds'])}")
     if phases := result.get("phases"):
         stderr.print("where the time went: " + ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in phases.items() if seconds >= 0.05))
+    if restarts := result.get("restarts"):
+        count = f"{len(restarts)} restart{'s' * (len(restarts) > 1)}"
+        stderr.print(f"{count} after faults at step{'s' * (len(restarts) > 1)} {', '.join(str(row['failed_at']) for row in restarts)}")
     if result.get("checkpoint"):
         stderr.print(f"checkpoint of step {result['checkpoint']['step']}: {result['checkpoint']['folder']}", markup=False, soft_wrap=True)
     if result.get("model"):

@@ -131,6 +131,7 @@ class RankLoader:
         self.num_yielded = 0
         self.is_open = False  # a pass over it is under way
         self.pass_callbacks: list[Callable[[], None]] = []  # called where a pass begins or ends, which all ranks do together
+        self.batch_callbacks: list[Callable[[], None]] = []  # called when the script asks for the next batch, before that is read
         self._loader = loader
         self._stream = stream or RandomStream(torch.Generator().manual_seed(0).get_state())
         self._num_micro_batches = num_micro_batches or plan.micro_batches
@@ -163,10 +164,12 @@ class RankLoader:
                 self.num_yielded += 1
                 self._pass.num_yielded += 1
                 yield pytree.tree_map(lambda t: t.to(self.device, non_blocking=True) if torch.is_tensor(t) else t, batch)
+                for callback in self.batch_callbacks:
+                    callback()
             self.passes_done, self._pass = self.passes_done + 1, _Pass()
         finally:
             self.is_open = False
-        if self.num_yielded == num_before:
+        if self.num_yielded == num_before and not to_skip:
             raise self._nothing_error()
         self._notify()
 

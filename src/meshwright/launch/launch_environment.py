@@ -11,6 +11,7 @@ from meshwright.core.errors import RequestError
 from meshwright.launch.fork_server import die_with_parent
 
 SUPERVISOR_VARIABLE = "MESHWRIGHT_SUPERVISOR"  # the folder in which ranks leave what their supervisor needs to know
+SNAPSHOT_VARIABLES = ("MESHWRIGHT_SNAPSHOTS", "MESHWRIGHT_SNAPSHOT_EVERY")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class LaunchedRank:
     run: str = ""  # the run's folder, when Meshwright's own supervisor started this process
     plan: str = ""  # "auto" or a plan.json, in the same case
     supervisor: str = ""  # the supervisor's folder, when it started this process by mpirun
+    snapshots: str = ""  # the folder in memory for snapshots, when the supervisor restarts ranks after a fault
+    snapshot_every: str = ""  # as the run's configuration has it
 
     def die_with_launcher(self) -> None:
         """Have the kernel kill this rank when its mpirun dies. torchrun and srun end their ranks themselves."""
@@ -54,7 +57,7 @@ def detect_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
             rank, world, local_rank, local_world = (_int_variable(environ, *pair, launcher) for pair in zip(names, defaults, strict=True))
             if not 0 <= rank < world:
                 raise RequestError(f"{rank_var}={given_rank} is outside {world_var}={given_world}: {launcher}'s variables disagree")
-            given = (environ.get(name, "") for name in ("MESHWRIGHT_RUN", "MESHWRIGHT_PLAN", SUPERVISOR_VARIABLE))
+            given = (environ.get(name, "") for name in ("MESHWRIGHT_RUN", "MESHWRIGHT_PLAN", SUPERVISOR_VARIABLE, *SNAPSHOT_VARIABLES))
             return LaunchedRank(rank, world, local_rank, local_world, _init_method(environ, launcher), launcher, *given)
     return None
 

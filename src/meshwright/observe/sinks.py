@@ -58,8 +58,10 @@ class JsonlSink:
 class TensorBoardSink:
     """Writes every number of a record as a TensorBoard scalar."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer: Any = _import_optional("torch.utils.tensorboard", "TensorBoard").SummaryWriter(log_dir=str(folder))
+    def __init__(self, folder: Path, first_step: int | None = None) -> None:
+        """`first_step`, of a run that goes on: what earlier writers wrote of it and of later steps is not shown."""
+        module: Any = _import_optional("torch.utils.tensorboard", "TensorBoard")
+        self._writer = module.SummaryWriter(log_dir=str(folder), purge_step=first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for key, value in _numeric_fields(record).items():
@@ -95,9 +97,9 @@ class PrometheusSink:
         self._thread.join()
 
 
-def open_sinks(folder: Path, tensorboard: bool = False, prometheus_port: int | None = None) -> list[MetricsSink]:
+def open_sinks(folder: Path, tensorboard: bool = False, prometheus_port: int | None = None, first_step: int | None = None) -> list[MetricsSink]:
     """The optional sinks that a run requests; TensorBoard writes to `folder/tensorboard`."""
-    sinks: list[MetricsSink] = [TensorBoardSink(folder / "tensorboard")] if tensorboard else []
+    sinks: list[MetricsSink] = [TensorBoardSink(folder / "tensorboard", first_step)] if tensorboard else []
     return sinks if prometheus_port is None else [*sinks, PrometheusSink(prometheus_port)]
 
 

@@ -117,7 +117,12 @@ def _describe_resumed(step: int, data: Mapping[str, Any]) -> str:
 
 def _describe_restart(step: int, data: Mapping[str, Any]) -> str:
     names = {"snapshot": f"step {step}, a snapshot in memory", "checkpoint": f"step {step}, a checkpoint"}
-    return f"after a fault at step {data.get('failed_at', '?')}, from {names.get(str(data.get('source')), 'the beginning')}"
+    at = f" at step {data['failed_at']}" if data.get("failed_at") is not None else ""
+    return f"after a fault{at}, from {names.get(str(data.get('source')), 'the beginning')}"
+
+
+def _describe_snapshots(_: int, data: Mapping[str, Any]) -> str:
+    return f"{data.get('count', '?')} in memory, training waited {format_seconds(data.get('stalled_s'))} for all of them"
 
 
 _WORDINGS: dict[str, Callable[[int, Mapping[str, Any]], str]] = {
@@ -129,6 +134,7 @@ _WORDINGS: dict[str, Callable[[int, Mapping[str, Any]], str]] = {
     "injected": lambda step, data: f"as --inject {data.get('fault', '?')} asks",
     "skipped": lambda step, data: f"step {step} was left out; {data.get('skipped', '?')} so far",
     "slow": lambda _, data: str(data.get("message", "")),
+    "snapshots": _describe_snapshots,
 }
 
 

@@ -4,7 +4,9 @@ freshest state. What happened is in the run folder's events."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -14,18 +16,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.checkpoint_folder import FOLDER_NAME, saved_steps
+from meshwright.checkpoint.checkpoint_folder import FOLDER_NAME, begin_save, publish, saved_steps, step_folder
 from meshwright.core.errors import RequestError
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.launch import ForkServer, RankFailure, WorkerPool
 from meshwright.launch.progress_watch import ProgressWatch
 from meshwright.observe import Recorder, RunFolder, write_report
 from meshwright.orchestrate.checkpoint_interval import parse_interval
+from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.recovery import Failure, Generation, SavedState, is_restartable, judge
 from meshwright.orchestrate.run_inputs import PreparedRun
 from meshwright.orchestrate.snapshot_folder import SHARED_MEMORY, lack_of_room, remove_stale, snapshot_folder
 
 _STOP_GRACE_S = 300.0  # for a save, after the first signal; a second one ends it
+_TAIL_BYTES = 1 << 16  # of the metrics, in which the last step is
 _MAX_CANDIDATES = 2  # states of each kind that ranks are told of: where the newest is broken they use the other
 
 
@@ -36,6 +40,8 @@ class Recovery:
     max_restarts: int = 0
     snapshots: Path | None = None
     before_restart: Callable[[], None] = lambda: None
+    keeps_checkpoints: bool = False
+    begins_again: bool = True  # where there is no state yet; a script does not, unless it has said that it goes on
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -45,7 +51,7 @@ def prepared_recovery(
 ) -> Iterator[Recovery]:
     """The recovery that a run's configuration asks for, with a folder for snapshots where there is room. Leaves nothing in memory."""
     config = prepared.config
-    recovery = Recovery(config.max_restarts, None, before_restart)
+    recovery = Recovery(config.max_restarts, None, before_restart, parse_interval(config.checkpoint_every)[0] != 0)
     if not config.max_restarts or parse_interval(config.snapshot_every, "snapshot_every")[0] == 0:
         yield recovery
         return
@@ -69,6 +75,19 @@ def prepared_recovery(
         yield recovery
 
 
+@contextmanager
+def script_recovery(config: RunConfig, fork_server: ForkServer) -> Iterator[Recovery]:
+    """The recovery of a user's own script: from snapshots only, which its ranks take if it says that it goes on. They know whether there is room."""
+    recovery = Recovery(config.max_restarts, begins_again=False)
+    with contextlib.ExitStack() as stack:
+        if config.max_restarts and parse_interval(config.snapshot_every, "snapshot_every")[0] != 0 and not lack_of_room(0, 0):
+            remove_stale()
+            with contextlib.suppress(OSError):
+                recovery.snapshots = stack.enter_context(snapshot_folder())
+                fork_server.remove_at_end(recovery.snapshots)
+        yield recovery
+
+
 def call_ranks(
     folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None],
     recovery: Recovery | None = None, make_watch: Callable[[], ProgressWatch] | None = None,
@@ -88,6 +107,8 @@ def call_ranks(
             with Recorder(folder.path, 0) as recorder:
                 recorder.event("stop", reason=str(stop) or "interrupted")
             if not getattr(stop, "at_once", False):
+                if recovery is not None:
+                    _keep_snapshot(folder, recovery)  # ranks that were just killed could not save
                 write_report(folder)
         raise
 
@@ -113,13 +134,17 @@ def _run_generations(
                     generation = _next_generation(folder, generation, failure, recovery)
         except RankFailure as failure:
             _record_fault(folder, failure, generation)
+            if recovery is not None:
+                _keep_snapshot(folder, recovery)
             raise
 
 
 def _next_generation(folder: RunFolder, generation: Generation, failure: RankFailure, recovery: Recovery) -> Generation:
     """Record the fault and the restart, and wait before it; raises the failure that ends the run if there is to be none. No rank is alive."""
     states = saved_states(folder, recovery.snapshots)
-    recovery.failures.append(Failure(failure.fault, steps_done(folder), states[0] if states else None))
+    if not states and not recovery.begins_again:
+        raise failure
+    recovery.failures.append(Failure(failure.fault, steps_done(folder) if recovery.begins_again else None, states[0] if states else None))
     verdict = judge(recovery.failures, recovery.max_restarts, str(folder.path / "logs"))
     if not verdict.restarts:
         raise RankFailure(verdict.fault) from None
@@ -141,6 +166,22 @@ def _record_fault(folder: RunFolder, failure: RankFailure, generation: Generatio
         recorder.fault(failure.fault, steps_done(folder) - 1)
 
 
+def _keep_snapshot(folder: RunFolder, recovery: Recovery) -> None:
+    """Make the newest snapshot of a run that failed a checkpoint, where it is the freshest state and the run is to have checkpoints."""
+    states = saved_states(folder, recovery.snapshots)
+    if not states or states[0].kind != "snapshot" or not recovery.keeps_checkpoints:
+        return
+    source, root = step_folder(Path(states[0].root), states[0].step), folder.path / FOLDER_NAME
+    try:
+        if shutil.disk_usage(folder.path).free < sum(path.stat().st_size for path in source.iterdir()):
+            return
+        shutil.copytree(source, begin_save(root, states[0].step), dirs_exist_ok=True)
+        publish(root, states[0].step)
+    except OSError:
+        return
+    print(f"meshwright: step {states[0].step} is saved; to go on from it: meshwright train --resume {folder.path}", file=sys.stderr, flush=True)
+
+
 def saved_states(folder: RunFolder, snapshots: Path | None) -> tuple[SavedState, ...]:
     """The states that ranks can go on from, the freshest first; of the same step a snapshot, which is read faster, before a checkpoint."""
     checkpoints = (folder.path / FOLDER_NAME).resolve()
@@ -150,9 +191,19 @@ def saved_states(folder: RunFolder, snapshots: Path | None) -> tuple[SavedState,
 
 
 def steps_done(folder: RunFolder) -> int:
-    """How many steps are finished, as far as metrics have been written. The last line counts: steps that are done again come later."""
-    columns = folder.step_columns()
-    return columns.last_step + 1 if len(columns) else 0
+    """How many steps are finished, as far as metrics have been written, from the end of the file: of steps that are done again the later count."""
+    try:
+        with (folder.path / "metrics.jsonl").open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that is cut
+            record = json.loads(line)
+            if "loss" in record:
+                return int(record["step"]) + 1
+    return 0
 
 
 def restart_rows(folder: RunFolder) -> list[dict[str, Any]]:
@@ -167,7 +218,7 @@ def restart_rows(folder: RunFolder) -> list[dict[str, Any]]:
                 "generation": event.generation,
                 "failed_rank": event.data["failed_rank"],
                 "failed_at": event.data["failed_at"],
-                "step": loaded.step if loaded is not None else done["step"] if done is not None else None,
+                "step": loaded.step if loaded is not None else max(event.step, 0),
                 "source": loaded.data.get("source") if loaded is not None else event.data["source"],
                 "seconds": done["time"] - event.data["fault_time"] if done is not None else None,
             }

@@ -63,7 +63,7 @@ KNOBS = (
 )
 
 # The settings that apply to a user's own script: where to run it and how to plan it. The script itself decides the rest.
-_LAUNCH_KEYS = {"plan", "nproc", "devices", "backend", "run_dir", "name"}
+_LAUNCH_KEYS = {"plan", "nproc", "devices", "backend", "run_dir", "name", "max_restarts", "snapshot_every"}
 _PLAN_KEYS = {knob.key for knob in KNOBS} - _LAUNCH_KEYS
 _OTHER_KEYS = {"verify", "precision"}  # obeyed by `prepare`, whether it plans or is given a plan
 CONSTRAINTS_VARIABLE = "MESHWRIGHT_CONSTRAINTS"  # environment variable that hands the constraints to a script's ranks

@@ -45,7 +45,7 @@ from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.backend_selection import add_measured_routes, select_routes
 from meshwright.orchestrate.checkpoint_interval import parse_interval
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.generations import call_ranks, prepared_recovery, restart_rows
+from meshwright.orchestrate.generations import call_ranks, prepared_recovery, restart_rows, script_recovery
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.lr_defaults import fill_learning_rate
@@ -284,7 +284,7 @@ class Orchestrator:
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
         self._require_local_cluster()
-        environment = script_environment(self.config)
+        environment = {**script_environment(self.config), "MESHWRIGHT_SNAPSHOT_EVERY": str(self.config.snapshot_every)}
         if rank_devices := assign_rank_devices(self.cluster, len(self.cluster.devices)):
             environment[DEVICES_VARIABLE] = ",".join(rank_devices)
         world = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
@@ -293,8 +293,9 @@ class Orchestrator:
         write_json(folder.path / "job.json", {"script": script, "arguments": arguments})
         write_json(folder.path / "cluster.json", self.cluster)
         kwargs = {"script": script, "arguments": arguments, "environment": environment}
-        seconds = call_ranks(folder, self.fork_server(), world, "run_script", kwargs, nullcontext())
-        return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds)}
+        with script_recovery(self.config, self.fork_server()) as recovery:
+            seconds = call_ranks(folder, self.fork_server(), world, "run_script", kwargs, nullcontext(), recovery)
+        return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds), "restarts": restart_rows(folder)}
 
     def _require_local_cluster(self) -> None:
         if self.config.cluster != "here":
@@ -333,7 +334,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         "checkpoint": first["checkpoint"],
         "model": str(folder.path / MODEL_FOLDER) if prepared.config.export and (folder.path / MODEL_FOLDER).is_dir() else None,
         "validation": [*(_earlier_validations(folder, first["first_step"]) if restarts else ()), *first["validation"]],
-        "skipped_steps": first["skipped_steps"],
+        "skipped_steps": [*_earlier_skipped(folder, first["first_step"]), *first["skipped_steps"]],
         "predicted": {"step_s": predicted.step_s, "memory_bytes": list(predicted.memory_bytes)},
         "measured": {
             "step_s": step,
@@ -372,6 +373,11 @@ def _earlier_losses(folder: RunFolder, first_step: int) -> list[float]:
 def _earlier_validations(folder: RunFolder, first_step: int) -> list[dict[str, float]]:
     losses = {r["step"]: r["validation_loss"] for r in folder.metrics() if "validation_loss" in r and r["step"] < first_step}
     return [{"step": step, "loss": loss} for step, loss in sorted(losses.items())]
+
+
+def _earlier_skipped(folder: RunFolder, first_step: int) -> list[int]:
+    """The steps before `first_step` that on_nan left out."""
+    return sorted({event.step for event in folder.events() if event.kind == "skipped" and event.step < first_step})
 
 
 def _recorded_times(folder: RunFolder, first_step: int) -> list[float]:

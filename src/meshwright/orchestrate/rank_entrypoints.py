@@ -125,7 +125,7 @@ def train_rank(
     if plan.device_order and joined:
         raise RequestError("plan: device_order cannot move ranks that a launcher has already started on their devices: leave device_order out")
     local = local_rank if local_rank is not None else plan.device_order[rank] if plan.device_order else rank
-    sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
+    sinks = open_sinks(home, job.tensorboard, job.prometheus_port, generation.first_step) if rank == 0 else ()
     with Recorder(home, rank, sinks, generation.number) as recorder, open_progress(progress, rank) as page:
         device = setup_device(plan.device_of(rank, local), plan.threads)
         recorder.event("start", pid=os.getpid(), device=str(device), world=world)
@@ -484,12 +484,15 @@ def verification_batch(job: RunConfig, task: Task, plan: Plan) -> dict[str, torc
     return dict(dataset.batch(torch.arange(min(plan.global_batch, len(dataset)))))
 
 
-def run_script(rank: int, world: int, init_method: str, script: str, arguments: list[str], folder: str, environment: Mapping[str, str]) -> float:
+def run_script(
+    rank: int, world: int, init_method: str, script: str, arguments: list[str], folder: str, environment: Mapping[str, str],
+    generation: Generation = FIRST_GENERATION,
+) -> float:  # fmt: skip
     """Run a user's own script as one rank; `prepare` inside it reads its rank from the environment, as under any launcher. Returns seconds."""
     start = time.perf_counter()
     before = dict(os.environ)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    os.environ.update(MESHWRIGHT_INIT_METHOD=init_method, MESHWRIGHT_RUN=folder, **environment)
+    os.environ.update(MESHWRIGHT_INIT_METHOD=init_method, MESHWRIGHT_RUN=folder, MESHWRIGHT_SNAPSHOTS=generation.snapshots or "", **environment)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:

@@ -45,16 +45,21 @@ class Generation:
     states: tuple[SavedState, ...] = ()
     snapshots: str | None = None
 
+    @property
+    def first_step(self) -> int | None:
+        """Where it goes on; None in the first generation, which may go on from what the request names."""
+        return (self.states[0].step if self.states else 0) if self.number else None
+
 
 FIRST_GENERATION = Generation()
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one generation: its fault, how many steps were finished, and the freshest state then; None: the run's beginning."""
+    """The end of one generation: its fault, how many steps were finished (None: unknown), and the freshest state then (None: the run's beginning)."""
 
     fault: Fault
-    step: int
+    step: int | None
     state: SavedState | None
 
 
@@ -103,7 +108,7 @@ def _without_progress(failures: Sequence[Failure]) -> Sequence[Failure]:
     return failures[first:]
 
 
-def _describe(fault: Fault, step: int) -> str:
+def _describe(fault: Fault, step: int | None) -> str:
     rank, kind = f"rank {fault.rank}", fault.kind
     if kind == "hang":
         return f"{rank} hangs: {fault.message}"
@@ -115,16 +120,16 @@ def _describe(fault: Fault, step: int) -> str:
         what = f"ended ({kind})"
     else:
         what = {"stopped": "is stopped", "Timeout": "did not answer"}.get(kind, f"failed ({kind})")
-    return f"{rank} {what} at step {step}"
+    return f"{rank} {what}{f' at step {step}' if step is not None else ''}"
 
 
 def _diagnosis(repeated: Sequence[Failure], logs: str) -> Fault:
     """The fault that ends a crash loop: how often, at which steps, and what to do about it."""
-    fault, steps = repeated[-1].fault, list(dict.fromkeys(failure.step for failure in repeated))
-    at = f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
+    fault, steps = repeated[-1].fault, list(dict.fromkeys(failure.step for failure in repeated if failure.step is not None))
+    at = f" at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else ""
     ranks = sorted({failure.fault.rank for failure in repeated})
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    says = f"{who} failed {len(repeated)} times at {at}, and no restart came further"
+    says = f"{who} failed {len(repeated)} times{at}, and no restart came further"
     return replace(fault, message=f"{fault.message}; {says}: {_advice(fault, logs)}")
 
 

@@ -79,8 +79,9 @@ class RunCheckpoints:
         self.saved_step = -1  # the last that was begun to be saved, on every rank the same
         self._lost_step = -1  # the last that could not be saved, as far as this rank knows
         self._saver = CheckpointSaver(session.applied, self.root, versions.installed(), self._steps_to_remove)
-        self._settle, staging = settle, self._saver.staging
-        self.snapshots = RunSnapshots(session, recorder, Path(snapshots), job.snapshot_every, staging) if snapshots is not None else None
+        self._settle, self.snapshots = settle, None
+        if snapshots is not None:
+            self.snapshots = RunSnapshots(session, Path(snapshots), job.snapshot_every, staging=self._saver.staging, recorder=recorder)
 
     @property
     def is_enabled(self) -> bool:

@@ -26,21 +26,26 @@ _OFF = -1
 class RunSnapshots:
     """The snapshots of one run, as one of its ranks sees them. `after_step` is collective. Only the newest is kept."""
 
-    def __init__(self, session: Session, recorder: Recorder, root: Path, every: str | int, staging: Staging) -> None:
+    def __init__(
+        self, session: Session, root: Path, every: str | int, *, staging: Staging | None = None, recorder: Recorder | None = None,
+        steps_done: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
+        """`steps_done` counts the steps; the session does unless given."""
         self.session, self.recorder = session, recorder
+        self._steps_done = steps_done or (lambda: session.steps_done)
         self._world = session.applied.groups.world
         self._every_steps, self._every_s = parse_interval(every, "snapshot_every")
         self._next_step: int | None = _OFF if self._every_steps == 0 else None
-        self._clock = (time.monotonic(), session.steps_done)
+        self._clock = (time.monotonic(), self._steps_done())
         self._count, self._stall_s, self._write_s, self._all_stalls_s = 0, 0.0, 0.0, 0.0
-        self._saver = CheckpointSaver(
+        self.saver = CheckpointSaver(
             session.applied, root, versions.installed(), lambda steps: list(steps[:-1]), staging=staging, noun="snapshot in memory"
         )
 
     def after_step(self, *, is_warm: bool, is_saved: bool, settle: Callable[[], bool], run_state: Callable[[], Mapping[str, Any]]) -> None:
         """Take a snapshot if it is time to. `is_saved`: a checkpoint of this step was begun, so that a snapshot would be the same. `settle` waits for
         the step's loss, writes its metrics, and says whether the state is finite as far as is known."""
-        done = self.session.steps_done
+        done = self._steps_done()
         if self._next_step is None:
             if not is_warm and self._every_steps is None:
                 return
@@ -50,19 +55,19 @@ class RunSnapshots:
         self._next_step, is_writing = self._plan_next(done)
         if is_saved or self._next_step == _OFF or (is_writing and self._every_steps is None) or not settle():
             return
-        with unaveraged(self.session, describe_session(self.session, run_state())) as state:
-            self._saver.save(state)
+        with unaveraged(self.session, describe_session(self.session, run_state(), done)) as state:
+            self.saver.save(state)
 
     def close(self) -> None:
         """Wait for the last snapshot, and record what all of them cost."""
-        self._saver.wait()
+        self.saver.wait()
         self._take_reports()
-        if self._count and self.recorder.rank == 0:
+        if self._count and self.recorder is not None and self.recorder.rank == 0:
             self.recorder.event("snapshots", count=self._count, stalled_s=round(self._all_stalls_s, 4), write_s=round(self._write_s, 4))
 
     def _plan_next(self, done: int) -> tuple[int, bool]:
         """(the step of the next snapshot, or none after one that failed; whether one is being written now) as the first rank sees it."""
-        is_failed, is_writing = self._take_reports(), self._saver.is_writing
+        is_failed, is_writing = self._take_reports(), self.saver.is_writing
         now = time.monotonic()
         step_s = max((now - self._clock[0]) / max(done - self._clock[1], 1), 1e-6)
         self._clock = (now, done)
@@ -82,11 +87,12 @@ class RunSnapshots:
     def _take_reports(self) -> bool:
         """Note what the last snapshots cost; whether one failed, on the first rank."""
         failed = False
-        for report in self._saver.take_reports():
+        for report in self.saver.take_reports():
             if report.error:
                 failed = True
-                self.recorder.event("snapshot failed", report.step, message=report.error)
-                if self.recorder.rank == 0:
+                if self.recorder is not None:
+                    self.recorder.event("snapshot failed", report.step, message=report.error)
+                if self._world.rank == 0:
                     print(f"meshwright: {report.error}; training goes on without snapshots", file=sys.stderr, flush=True)
                 continue
             self._count, self._all_stalls_s = self._count + 1, self._all_stalls_s + report.stalled_s
