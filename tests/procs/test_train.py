@@ -119,7 +119,7 @@ def test_a_failing_rank_is_shown_once_and_first(place: Path) -> None:
         "def task():\n"
         "    return mw.Task('broken', Broken, loss, {'x': mw.Field((4,))}, global_batch=8)\n"
     )
-    done = meshwright("train", "broken.py:task", "--nproc", "2", "--steps", "9", cwd=place, expect=1)
+    done = meshwright("train", "broken.py:task", "--mesh", "dp=2", "--set", "verify=false", "--steps", "9", cwd=place, expect=1)
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("ArithmeticError: planted on rank 1") == 2  # at the end of the traceback, and in the last line
     assert "rank 1 failed" in done.stderr
