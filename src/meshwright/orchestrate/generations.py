@@ -96,8 +96,9 @@ def call_ranks(
     a stop is recorded in the run folder, and its report written."""
     (folder.path / "logs").mkdir(exist_ok=True)
     try:
-        with monitor:
-            return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery, make_watch)
+        with contextlib.ExitStack() as display:
+            display.enter_context(monitor)
+            return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery, make_watch, display.close)
     except RankFailure:
         with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
             write_report(folder)
@@ -115,7 +116,7 @@ def call_ranks(
 
 def _run_generations(
     folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], recovery: Recovery | None,
-    make_watch: Callable[[], ProgressWatch] | None,
+    make_watch: Callable[[], ProgressWatch] | None, end_display: Callable[[], None],
 ) -> list[Any]:  # fmt: skip
     target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
     given = {"folder": str(folder.path.resolve()), **kwargs}
@@ -133,6 +134,7 @@ def _run_generations(
                         raise
                     generation = _next_generation(folder, generation, failure, recovery)
         except RankFailure as failure:
+            end_display()  # the command's last line tells the fault
             _record_fault(folder, failure, generation)
             if recovery is not None:
                 _keep_snapshot(folder, recovery)
