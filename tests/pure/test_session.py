@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from meshwright.core.plan import Plan
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.execute.flat_buffer import norm_parts
+from meshwright.execute.reentrant_checkpoints import no_reentrant_checkpoints
 from meshwright.execute.session import Session
 from meshwright.execute.sharded_gradients import _power_sum
 
@@ -28,6 +33,16 @@ def _losses(fused: bool, clip: float | None) -> list[float]:
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_fused_optimizer_clips_as_any_other_does(clip: float | None) -> None:
     assert _losses(True, clip) == pytest.approx(_losses(False, clip), rel=1e-6)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [(Mesh(tp=(2,)), 0), (Mesh(shard=2), 3), (Mesh(pp=2), 0), (Mesh(dp=2), 0), (Mesh(), 0)], ids=str)
+def test_reentrant_checkpoints_are_refused_where_the_model_is_cut(mesh: Mesh, zero: int) -> None:
+    plan, network, x = Plan("test", 6, mesh, micro_batches=2, memory=MemoryPolicy(zero=zero)), nn.Linear(8, 4), torch.randn(6, 8, requires_grad=True)
+    is_cut = zero == 3 or mesh.dp == 1 < mesh.size
+    with no_reentrant_checkpoints(plan), pytest.raises(RequestError, match="use_reentrant=False") if is_cut else nullcontext():
+        checkpoint(network, x, use_reentrant=True)
+    checkpoint(network, x, use_reentrant=True).sum().backward()
+    assert x.grad is not None
 
 
 def test_clipping_changes_the_curve() -> None:

@@ -26,6 +26,7 @@ from meshwright.execute.data_parallel import MEAN, SUM, Reduction
 from meshwright.execute.finite_guard import Culprit, FiniteGuard
 from meshwright.execute.placeholders import Placeholders
 from meshwright.execute.process_groups import ProcessGroups
+from meshwright.execute.reentrant_checkpoints import no_reentrant_checkpoints
 
 _MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
 
@@ -121,7 +122,8 @@ class Session:
     def _running(self) -> Iterator[None]:
         self.is_running = True
         try:
-            yield
+            with no_reentrant_checkpoints(self.plan):
+                yield
         finally:
             self.is_running = False
 
