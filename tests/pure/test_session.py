@@ -37,7 +37,7 @@ def test_a_fused_optimizer_clips_as_any_other_does(clip: float | None) -> None:
 
 @pytest.mark.parametrize(("mesh", "zero"), [(Mesh(tp=(2,)), 0), (Mesh(shard=2), 3), (Mesh(pp=2), 0), (Mesh(dp=2), 0), (Mesh(), 0)], ids=str)
 def test_reentrant_checkpoints_are_refused_where_the_model_is_cut(mesh: Mesh, zero: int) -> None:
-    plan, network, x = Plan("test", 6, mesh, micro_batches=2, memory=MemoryPolicy(zero=zero)), nn.Linear(8, 4), torch.randn(6, 8, requires_grad=True)
+    plan, network, x = Plan("test", 8, mesh, micro_batches=2, memory=MemoryPolicy(zero=zero)), nn.Linear(8, 4), torch.randn(6, 8, requires_grad=True)
     is_cut = zero == 3 or mesh.dp == 1 < mesh.size
     with no_reentrant_checkpoints(plan), pytest.raises(RequestError, match="use_reentrant=False") if is_cut else nullcontext():
         checkpoint(network, x, use_reentrant=True)
