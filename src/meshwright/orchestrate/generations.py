@@ -23,7 +23,7 @@ from meshwright.launch import ForkServer, RankFailure, WorkerPool
 from meshwright.observe import Recorder, RunFolder, write_report
 from meshwright.orchestrate.checkpoint_interval import parse_interval
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.recovery import Failure, Generation, SavedState, is_restartable, judge
+from meshwright.orchestrate.recovery import FIRST_GENERATION, Failure, Generation, SavedState, is_restartable, judge
 from meshwright.orchestrate.run_inputs import PreparedRun
 from meshwright.orchestrate.snapshot_folder import SHARED_MEMORY, lack_of_room, remove_stale, snapshot_folder
 
@@ -42,6 +42,7 @@ class Recovery:
     keeps_checkpoints: bool = False
     begins_again: bool = True  # where there is no state yet; a script does not, unless it has said that it goes on
     failures: list[Failure] = field(default_factory=list)
+    generation: Generation = FIRST_GENERATION
 
 
 @contextmanager
@@ -89,15 +90,16 @@ def script_recovery(config: RunConfig, fork_server: ForkServer) -> Iterator[Reco
 
 def call_ranks(
     folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None],
-    recovery: Recovery | None = None,
+    recovery: Recovery,
 ) -> list[Any]:  # fmt: skip
-    """The results of all ranks. With `recovery` the function takes a `generation`. A failure or a stop is recorded in the run folder, and its report
-    written."""
+    """The results of all ranks. A failure or a stop is recorded in the run folder, and its report written."""
     (folder.path / "logs").mkdir(exist_ok=True)
     try:
         with monitor:
             return _run_generations(folder, fork_server, world, entry_point, kwargs, recovery)
-    except RankFailure:
+    except RankFailure as failure:
+        _record_fault(folder, failure, recovery)
+        _keep_snapshot(folder, recovery)
         with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
             write_report(folder)
         raise
@@ -106,37 +108,29 @@ def call_ranks(
             with Recorder(folder.path, 0) as recorder:
                 recorder.event("stop", reason=str(stop) or "interrupted")
             if not getattr(stop, "at_once", False):
-                if recovery is not None:
-                    _keep_snapshot(folder, recovery)  # ranks that were just killed could not save
+                _keep_snapshot(folder, recovery)  # ranks that were just killed could not save
                 write_report(folder)
         raise
 
 
 def _run_generations(
-    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], recovery: Recovery | None
+    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], recovery: Recovery
 ) -> list[Any]:
     target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
     given = {"folder": str(folder.path.resolve()), **kwargs}
-    generation = Generation(snapshots=str(recovery.snapshots) if recovery is not None and recovery.snapshots is not None else None)
+    recovery.generation = Generation(snapshots=str(recovery.snapshots) if recovery.snapshots is not None else None)
     while True:
-        try:
-            with WorkerPool(fork_server, world, logs=folder.path / "logs") as workers:
-                try:
-                    options = {"generation": generation} if recovery is not None else {}
-                    return workers.call(target, {**given, **options}, stop_grace_s=_STOP_GRACE_S)
-                except RankFailure as failure:
-                    may_restart = recovery is not None and recovery.max_restarts > 0 and not workers.is_stopping and is_restartable(failure.fault)
-                    if recovery is None or not may_restart or not workers.kill():
-                        raise
-                    generation = _next_generation(folder, generation, failure, recovery)
-        except RankFailure as failure:
-            _record_fault(folder, failure, generation)
-            if recovery is not None:
-                _keep_snapshot(folder, recovery)
-            raise
+        with WorkerPool(fork_server, world, logs=folder.path / "logs") as workers:
+            try:
+                return workers.call(target, {**given, "generation": recovery.generation}, stop_grace_s=_STOP_GRACE_S)
+            except RankFailure as failure:
+                may_restart = recovery.max_restarts > 0 and not workers.is_stopping and is_restartable(failure.fault)
+                if not may_restart or not workers.kill():
+                    raise
+                recovery.generation = _next_generation(folder, failure, recovery)
 
 
-def _next_generation(folder: RunFolder, generation: Generation, failure: RankFailure, recovery: Recovery) -> Generation:
+def _next_generation(folder: RunFolder, failure: RankFailure, recovery: Recovery) -> Generation:
     """Record the fault and the restart, and wait before it; raises the failure that ends the run if there is to be none. No rank is alive."""
     states = saved_states(folder, recovery.snapshots)
     if not states and not recovery.begins_again:
@@ -145,8 +139,8 @@ def _next_generation(folder: RunFolder, generation: Generation, failure: RankFai
     verdict = judge(recovery.failures, recovery.max_restarts, str(folder.path / "logs"))
     if not verdict.restarts:
         raise RankFailure(verdict.fault) from None
-    _record_fault(folder, failure, generation)
-    following = replace(generation, number=generation.number + 1, states=states)
+    _record_fault(folder, failure, recovery)
+    following = replace(recovery.generation, number=recovery.generation.number + 1, states=states)
     last = recovery.failures[-1]
     with contextlib.suppress(RequestError), Recorder(folder.path, 0, generation=following.number) as recorder:
         facts = {"pid": os.getpid(), "host": socket.gethostname(), "fault_time": last.fault.time, "failed_rank": last.fault.rank}
@@ -158,8 +152,8 @@ def _next_generation(folder: RunFolder, generation: Generation, failure: RankFai
     return following
 
 
-def _record_fault(folder: RunFolder, failure: RankFailure, generation: Generation) -> None:
-    with contextlib.suppress(RequestError), Recorder(folder.path, max(failure.fault.rank, 0), generation=generation.number) as recorder:
+def _record_fault(folder: RunFolder, failure: RankFailure, recovery: Recovery) -> None:
+    with contextlib.suppress(RequestError), Recorder(folder.path, max(failure.fault.rank, 0), generation=recovery.generation.number) as recorder:
         recorder.fault(failure.fault, steps_done(folder) - 1)
 
 
