@@ -345,16 +345,18 @@ class _TrainingLoop:
         return session
 
     def _fill(self, session: Session) -> None:
-        """Give the model its initial values, where it has none, and compare those that several ranks hold."""
+        """Give the model its initial values, where it has none, and compare those that several ranks hold, unless a state is loaded after a fault."""
         if self.birth is None:
-            check_replicas(session.applied)
+            if not self.generation.states:
+                check_replicas(session.applied)
             return
         self.birth.fill(session.applied)
         if self.birth.loaded is not None:
             self._say_loaded(self.birth.loaded)
         if self.birth.values is not None and self.birth.values.rng_state is not None:
             torch.set_rng_state(self.birth.values.rng_state)  # as after an ordinary construction
-        self.birth.check_replicas(session.applied)
+        if not self.generation.states:
+            self.birth.check_replicas(session.applied)
 
     def _make_loaders(self) -> tuple[data.Loader, _MakeBatches]:
         first, count = self.plan.sample_range(self.plan.mesh.data_rank(self.rank))
