@@ -12,7 +12,7 @@ ON_CPUS := CUDA_VISIBLE_DEVICES=
 .PHONY: help demo test lint pure procs prove bench test-oldest wheel clean
 help:
 	@echo "make demo         install, then plan and train the built-in model on everything in this machine"
-	@echo "make test         install what tests need, lint, and run them all (about 15 minutes on 2 cores)"
+	@echo "make test         install what tests need, lint, and run them all (about 35 minutes on 2 cores)"
 	@echo "make lint         ruff and mypy strict"
 	@echo "make prove        the long property runs: hundreds of plans, 20 steps each"
 	@echo "make bench        side by side with raw PyTorch, Accelerate and Lightning Fabric"
